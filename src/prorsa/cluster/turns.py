@@ -1,0 +1,37 @@
+"""What the rollout asks of the cluster and what it gets: one model turn, token ids in, token ids out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prorsa.engines.protocol import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    trajectory: str
+    turn: int
+    """0 for the first model turn of the trajectory."""
+    input_ids: tuple[int, ...]
+    sampling: SamplingParams
+    """`max_new_tokens` is the budget of the whole turn; it holds over any number of resends."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnResult:
+    """`token_ids`, `logprobs` and `versions` have equal lengths, resends included."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    """The weights version that produced each token."""
+    finish: FinishReason
+    """STOP or LENGTH. An aborted attempt is resent, so ABORT never gets here."""
+    attempts: int
+    """1 when the turn was never cancelled."""
+    cached_tokens: int
+    """Prompt tokens of the first attempt that were not computed."""
+
+
+class TurnFailed(Exception):
+    """No engine could serve the turn within its bounds; the message says what was tried."""

@@ -1,0 +1,237 @@
+"""The typed configuration: one YAML file, `key=value` overrides, everything checked before anything starts.
+
+Every section is strict: an unknown key, a wrong type or an impossible value is a `ConfigError` that names the key, the
+value and the remedy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used. Each line of the message names one key, its value and the remedy."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Model(Section):
+    path: str
+    """Directory of a Hugging Face checkpoint: safetensors, config, tokenizer with a chat template."""
+    max_context: Positive = 1024
+    """Longest prompt plus output of a trajectory, tokens."""
+
+
+class Cluster(Section):
+    instances: Positive = 4
+    gpus_per_prefill: Positive = 1
+    gpus_per_decode: Positive = 1
+    gpus: Positive | None = None
+    """GPU budget G (paper, 4.2). The default is what `instances` take in their larger role."""
+    kv_tokens: Positive = 8192
+    """KV-cache capacity of an instance, tokens."""
+    block_tokens: Positive = 16
+    """KV block (page) length, tokens."""
+    prefill_chunk: Positive = 512
+    max_running: Positive = 32
+    max_waiting: Positive = 256
+    """Bound of an engine's queue; beyond it the engine refuses."""
+    kv_store_tokens: int = Field(default=65536, ge=0)
+    """Capacity of the KV store outside the instances, tokens; 0 runs without one."""
+
+
+class Policy(Section):
+    name: Literal["adaptive", "static", "colocated"] = "adaptive"
+    split: str | None = None
+    """`n_P:n_D` for `static`; for `adaptive` the roles to start with. The default halves the instances."""
+    horizon: Seconds = 10.0
+    """S: how far the forecast looks, and how often the manager decides (paper, 4.1.2)."""
+    prefill_tokens_per_s: Annotated[float, Field(gt=0)] = 8000.0
+    """Profiled effective prefill speed of one instance, full-prompt tokens/s: theta until busy intervals are seen."""
+
+    def initial_split(self, instances: int) -> tuple[int, int]:
+        """(n_P, n_D) to start with; (0, 0) under `colocated`, where every instance is mixed."""
+        if self.name == "colocated":
+            return 0, 0
+        if self.split is None:
+            return instances // 2, instances - instances // 2
+        prefill, decode = self.split.split(":")
+        return int(prefill), int(decode)
+
+
+class Sampling(Section):
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = -1
+    max_new_tokens: Positive = 128
+    """Token budget of one turn."""
+
+
+class Task(Section):
+    name: Literal["arithmetic"] = "arithmetic"
+    train_questions: Positive = 512
+    test_questions: Positive = 64
+    max_turns: Positive = 6
+
+
+class Sandbox(Section):
+    prewarmed: int = Field(default=8, ge=0)
+    """Sandboxes kept ready; 0 starts every one cold."""
+    timeout: Seconds = 5.0
+    """Wall time of one tool call."""
+    memory_mb: Positive = 256
+    file_mb: Positive = 4
+
+
+class Rollout(Section):
+    mode: Literal["sync", "async"] = "sync"
+    groups: Positive = 8
+    """Groups in a batch (a step)."""
+    group_size: Positive = 8
+    steps: Positive = 4
+    max_staleness: int = Field(default=1, ge=0)
+    """How many weights versions a trajectory may fall behind before it is dropped (async)."""
+    injection: Literal["replace_on_reward", "fixed_rate", "group_replenishment"] = "group_replenishment"
+    injection_rate: Annotated[float, Field(gt=0)] = 8.0
+    """Trajectories a second under `fixed_rate`."""
+    split: Literal["train", "test"] = "train"
+
+
+class Train(Section):
+    mode: Literal["sync", "separate_async"] = "sync"
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    mini_batch_groups: Positive = 8
+    """Groups in one optimiser step."""
+    test_every: int = Field(default=0, ge=0)
+    """Evaluate the held-out questions every so many steps; 0 only before and after."""
+    overrides: list[str] = []
+    """Hydra overrides passed to verl as they are, after ours."""
+
+
+class Config(Section):
+    name: str = "run"
+    run_dir: str = "runs"
+    """Each run writes a new directory below it."""
+    seed: int = 0
+    model: Model
+    cluster: Cluster = Cluster()
+    policy: Policy = Policy()
+    sampling: Sampling = Sampling()
+    task: Task = Task()
+    sandbox: Sandbox = Sandbox()
+    rollout: Rollout = Rollout()
+    train: Train = Train()
+
+    @model_validator(mode="after")
+    def _possible(self) -> Config:
+        problems = list(_impossibilities(self))
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def _impossibilities(config: Config) -> list[str]:
+    cluster, policy = config.cluster, config.policy
+    problems: list[str] = []
+    if policy.split is not None:
+        parts = policy.split.split(":")
+        if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+            problems.append(
+                f"policy.split={policy.split!r}: write it as n_P:n_D with at least one of each, such as 2:2"
+            )
+            return problems
+    if policy.name == "static" and policy.split is None:
+        problems.append("policy.split=null: policy.name=static needs it; write it as n_P:n_D, such as 2:2")
+    if policy.name != "colocated":
+        n_prefill, n_decode = policy.initial_split(cluster.instances)
+        if cluster.instances < 2:
+            problems.append(
+                f"cluster.instances={cluster.instances}: prefill and decode need one instance each; "
+                "set it to 2 or more, or policy.name=colocated"
+            )
+        elif n_prefill + n_decode != cluster.instances:
+            problems.append(
+                f"policy.split={policy.split!r}: its sum is {n_prefill + n_decode} but cluster.instances="
+                f"{cluster.instances}; make them equal"
+            )
+        least = cluster.gpus_per_prefill + cluster.gpus_per_decode
+        if cluster.gpus is not None and cluster.gpus < least:
+            problems.append(
+                f"cluster.gpus={cluster.gpus}: one instance of each role takes {least}; set it to {least} or more"
+            )
+    if cluster.kv_tokens < config.model.max_context + cluster.block_tokens:
+        problems.append(
+            f"cluster.kv_tokens={cluster.kv_tokens}: one trajectory of model.max_context={config.model.max_context} "
+            f"does not fit; set it to {config.model.max_context + cluster.block_tokens} or more"
+        )
+    return problems
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """Read a YAML file, apply `section.key=value` overrides (values are YAML), and check everything.
+
+    Raises `ConfigError`.
+    """
+    try:
+        data = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"config={path}: cannot be read ({error.strerror}); give the path of a YAML file") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config={path}: not valid YAML ({error}); mend the file") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"config={path}: holds {type(data).__name__}; a mapping of sections is needed")
+    for override in overrides or []:
+        _apply(data, override)
+    return parse_config(data)
+
+
+def parse_config(data: dict[str, Any]) -> Config:
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from error
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"override {override!r}: write it as section.key=value")
+    *sections, leaf = key.split(".")
+    node = data
+    for section in sections:
+        child = node.setdefault(section, {})
+        if not isinstance(child, dict):
+            raise ConfigError(
+                f"{key}={value}: {section!r} is a value, not a section; see `prorsa rollout --dry-run` for the keys"
+            )
+        node = child
+    try:
+        node[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{key}={value}: the value is not valid YAML ({error}); quote it") from error
+
+
+def _explain(problem: Any) -> str:
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    if problem["type"] == "extra_forbidden":
+        return f"{key}={problem['input']!r}: unknown key; remove it or mend its spelling (`--dry-run` prints every key)"
+    if problem["type"] == "missing":
+        return f"{key}: missing; add it to the configuration"
+    message = problem["msg"][0].lower() + problem["msg"][1:]
+    return f"{key}={problem['input']!r}: {message}; change the value"
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML; `load_config` reads it back to an equal one."""
+    return yaml.safe_dump(config.model_dump(), sort_keys=False)
