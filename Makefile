@@ -1,0 +1,42 @@
+# Two commands matter: `make demo` sets everything up and runs the main job; `make test` sets everything up and runs every check.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+CONFIG ?= examples/demo.yaml
+
+.PHONY: demo test setup lint types tests format clean
+
+demo: setup
+	$(BIN)/prorsa train $(CONFIG)
+
+test: setup lint types tests
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	@echo "== Setting up $(VENV) with $(PYTHON): PyTorch, verl and Ray are about 2 GB; a minute or two on a fast connection"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --progress-bar off --quiet --editable '.[train,dev]'
+	@touch $(READY)
+
+lint:
+	@echo "== ruff"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types:
+	@echo "== mypy --strict"
+	$(BIN)/mypy
+
+tests:
+	@echo "== pytest"
+	$(BIN)/pytest
+
+format:
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
