@@ -1,0 +1,140 @@
+"""Token ids of conversations, from a checkpoint's own tokenizer and chat template, without `transformers`.
+
+Invariant (token in, token out): for a template whose special tokens delimit the turns, as Qwen's do, the prompt's ids, the
+generated ids up to the end-of-turn token, `tool_turn(...)` of the result, the next generated ids, and so on, together are
+the ids of the whole conversation rendered at once. `render` gives the same ids as `transformers`' `apply_chat_template`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from prorsa.rollout.tasks.base import Message
+
+_MARK = "\x00assistant\x00"
+
+
+class TokenizerError(Exception):
+    """The checkpoint has no usable tokenizer or chat template; the message names the file and the remedy."""
+
+
+class ChatTokenizer:
+    """Reads a checkpoint directory: `tokenizer.json`, `tokenizer_config.json` and, where they exist, `chat_template.jinja`
+    and `generation_config.json`."""
+
+    def __init__(self, path: str | Path) -> None:
+        directory = Path(path)
+        settings = json.loads(_read(directory / "tokenizer_config.json"))
+        _read(directory / "tokenizer.json")
+        self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        self._special = {key: _text(value) for key, value in settings.items() if key.endswith("_token") and value}
+        self._template = _environment().from_string(_template(directory, settings))
+        self.eos_ids = self._eos_ids(directory)
+        """The tokens that end a turn, the end-of-turn token first."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; special tokens that it spells out become themselves, none are added."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`. The tags of tool calls are kept in either case."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        return self.encode(self.render_text(messages, tools, add_generation_prompt))
+
+    def render_text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Raises `TokenizerError` when the template refuses the messages."""
+        try:
+            return self._template.render(
+                messages=list(messages),
+                tools=list(tools) if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special,
+            )
+        except TemplateError as error:
+            raise TokenizerError(f"the chat template refused the messages: {error}") from error
+
+    def tool_turn(self, result_text: str) -> list[int]:
+        """The ids between an assistant turn's end-of-turn token and the first token of the next assistant turn."""
+        messages = [
+            {"role": "user", "content": ""},
+            {"role": "assistant", "content": _MARK},
+            {"role": "tool", "content": result_text},
+        ]
+        end = self._tokenizer.id_to_token(self.eos_ids[0])
+        _, _, between = self.render_text(messages).partition(_MARK + end)
+        return self.encode(between)
+
+    def _eos_ids(self, directory: Path) -> tuple[int, ...]:
+        token = self._special.get("eos_token")
+        turn_end = None if token is None else self._tokenizer.token_to_id(token)
+        if turn_end is None:
+            raise TokenizerError(
+                f"{directory}/tokenizer_config.json: eos_token={token!r} is not in the vocabulary; name one"
+            )
+        generation = directory / "generation_config.json"
+        others = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
+        listed = [] if others is None else others if isinstance(others, list) else [others]
+        return tuple(dict.fromkeys([turn_end, *listed]))
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What checkpoints' templates are written for: trimmed blocks, plain JSON, loop controls, `raise_exception`."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _template(directory: Path, settings: dict[str, Any]) -> str:
+    separate = directory / "chat_template.jinja"
+    if separate.exists():
+        return separate.read_text()
+    inline = settings.get("chat_template")
+    if not isinstance(inline, str):
+        raise TokenizerError(
+            f"{directory}: no chat_template.jinja and no chat_template in tokenizer_config.json; add one"
+        )
+    return inline
+
+
+def _text(token: Any) -> str:
+    return str(token["content"]) if isinstance(token, dict) else str(token)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise TokenizerError(
+            f"{path}: cannot be read ({error.strerror}); give the directory of a checkpoint"
+        ) from error
