@@ -1,0 +1,85 @@
+"""Who decides the roles: the forecast (`Adaptive`), a fixed split (`Static`), or nobody (`Colocated`, which has none)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from prorsa.allocation.solver import Allocation, solve
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What the next horizon asks for, and what one instance can do (paper, 4.2)."""
+
+    prefill_tokens: float
+    """W, full-prompt tokens."""
+    prefill_speed: float
+    """theta, full-prompt tokens/s of one instance."""
+    horizon: float
+    """S, seconds."""
+    decode_tokens: float
+    """K_now + K_dec, KV-cache tokens."""
+    decode_capacity: float
+    """C, KV-cache tokens of one decode instance."""
+
+    @property
+    def prefill_instances(self) -> float:
+        """a = W / (S theta)."""
+        return self.prefill_tokens / (self.horizon * self.prefill_speed)
+
+    @property
+    def decode_instances(self) -> float:
+        """b = (K_now + K_dec) / C."""
+        return self.decode_tokens / self.decode_capacity
+
+
+class Policy(Protocol):
+    def decide(self, demand: Demand, current: Allocation, live: bool) -> Allocation | None:
+        """The roles to have next; None where every instance is mixed. `live`: whether any trajectory is."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Colocated:
+    """Every instance does both stages."""
+
+    def decide(self, demand: Demand, current: Allocation, live: bool) -> Allocation | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """The same split whatever comes."""
+
+    prefill: int
+    decode: int
+
+    def decide(self, demand: Demand, current: Allocation, live: bool) -> Allocation:
+        return Allocation(self.prefill, self.decode)
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptive:
+    """The paper's rule on the forecast demand.
+
+    Instances are flipped, never started or stopped, so the decision has as many as `current`, which counts those in service.
+    """
+
+    m_p: int
+    m_d: int
+    gpus: int
+
+    def decide(self, demand: Demand, current: Allocation, live: bool) -> Allocation:
+        """Keeps the current roles where no trajectory is live, and where fewer than two instances are in service."""
+        if not live or current.total < 2:
+            return current
+        return solve(
+            demand.prefill_instances,
+            demand.decode_instances,
+            self.m_p,
+            self.m_d,
+            self.gpus,
+            current,
+            instances=current.total,
+        )

@@ -1,0 +1,95 @@
+"""How many instances of each role a demand takes (paper, 4.2, Eq. 1).
+
+The paper's two cases, the largest safety margin d where the demand fits the budget and the smallest demand-to-capacity
+ratio where it does not, are one rule: among the pairs within the budget, maximise min(n_P / a, n_D / b), where a and b are
+the two demands in instances. A pair that reaches 1 + d has exactly the margin d.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROUNDING = 1e-9
+"""Two ratios that differ by less than this fraction are equal: the difference is rounding, not demand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Instances of each role."""
+
+    prefill: int
+    decode: int
+
+    @property
+    def total(self) -> int:
+        return self.prefill + self.decode
+
+
+def solve(
+    prefill_demand: float,
+    decode_demand: float,
+    m_p: int,
+    m_d: int,
+    gpus: int,
+    current: Allocation,
+    instances: int | None = None,
+) -> Allocation:
+    """The best allocation within `gpus`, at least one instance of each role.
+
+    `prefill_demand` and `decode_demand` are a and b, in instances: W / (S theta) and (K_now + K_dec) / C. `m_p` and `m_d`
+    are the GPUs of an instance. `instances` fixes n_P + n_D, for a cluster that flips instances and neither starts nor
+    stops any. No demand at all keeps the current roles; where only one role has demand, the other keeps one instance.
+
+    Equally good allocations are told apart, in this order, by: fewest instances that leave their current role, most GPUs
+    in use, the better-off role's ratio. So the answer for its own result as `current` is that result: no oscillation.
+
+    Raises ValueError where not even one instance of each role fits.
+    """
+    _check(prefill_demand, decode_demand, m_p, m_d, gpus)
+    prefill, decode = _pairs(m_p, m_d, gpus, instances)
+    ratios = np.sort(np.stack([_ratio(prefill, prefill_demand), _ratio(decode, decode_demand)]), axis=0)
+    best = np.flatnonzero(ratios[0] >= _less(ratios[0].max()))
+    prefill, decode, better_off = prefill[best], decode[best], ratios[1][best]
+    leaving = np.maximum(current.prefill - prefill, 0) + np.maximum(current.decode - decode, 0)
+    used = m_p * prefill + m_d * decode
+    first = np.lexsort((-better_off, -used, leaving))[0]
+    return Allocation(int(prefill[first]), int(decode[first]))
+
+
+def _pairs(m_p: int, m_d: int, gpus: int, instances: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Every n_P, with the one n_D worth a look: the largest that fits, since more is never worse by any criterion."""
+    prefill = np.arange(1, (gpus - m_d) // m_p + 1)
+    largest = (gpus - m_p * prefill) // m_d
+    if instances is None:
+        return prefill, largest
+    decode = instances - prefill
+    fits = (decode >= 1) & (decode <= largest)
+    if not fits.any():
+        raise ValueError(
+            f"{instances} instances of {m_p} (prefill) or {m_d} (decode) GPUs do not fit {gpus} GPUs with one of each role; "
+            "use fewer instances or more GPUs"
+        )
+    return prefill[fits], decode[fits]
+
+
+def _ratio(count: NDArray[np.int64], demand: float) -> NDArray[np.float64]:
+    return count / demand if demand > 0 else np.full(len(count), np.inf)
+
+
+def _less(ratio: float) -> float:
+    return ratio * (1 - ROUNDING)
+
+
+def _check(prefill_demand: float, decode_demand: float, m_p: int, m_d: int, gpus: int) -> None:
+    for name, demand in (("prefill", prefill_demand), ("decode", decode_demand)):
+        if not 0 <= demand < np.inf:
+            raise ValueError(f"{name} demand {demand}: it must be finite and not negative, in instances")
+    if m_p < 1 or m_d < 1:
+        raise ValueError(f"{m_p} and {m_d} GPUs an instance: both must be 1 or more")
+    if gpus < m_p + m_d:
+        raise ValueError(
+            f"a budget of {gpus} GPUs: one instance of each role takes {m_p + m_d}; give that many or more"
+        )

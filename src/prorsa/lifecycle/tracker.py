@@ -1,0 +1,269 @@
+"""Where every live trajectory is: events in, transitions out, and an atomic snapshot at any moment.
+
+Invariants: an event that `TRANSITIONS` does not allow, or that goes back in time, raises and changes nothing; the live rows
+are dense (row i of every column is one trajectory, an ended row is replaced by the last one), so that a snapshot is a few
+array copies however many trajectories have come and gone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from prorsa.lifecycle import events as e
+from prorsa.lifecycle.snapshot import NONE, Names, Snapshot, Transition
+from prorsa.lifecycle.states import TRANSITIONS, State
+
+REMEMBERED = 65_536
+"""Ended trajectories whose last state is still known, so that a late event is refused by its name: about 10 MB."""
+
+_COLUMNS: dict[str, type[np.generic]] = {
+    "state": np.int8,
+    "since": np.float64,
+    "tokens": np.int64,
+    "turn": np.int32,
+    "version": np.int32,
+    "order": np.int64,
+    "group": np.int32,
+    "task": np.int32,
+    "tool": np.int32,
+    "instance": np.int32,
+    "mode": np.int8,
+    "image": np.int32,
+    "node_class": np.int32,
+    "concurrency": np.int32,
+    "sampled_at": np.float64,
+}
+"""The columns of a `Snapshot`, and `sampled_at`, which only transitions report."""
+
+_NAMED = {
+    "group": "groups",
+    "task": "tasks",
+    "tool": "tools",
+    "instance": "instances",
+    "image": "images",
+    "node_class": "node_classes",
+}
+"""The columns that hold codes, and the field of `Names` that each is decoded with."""
+_TRANSIENT = ("tool", "instance", "mode", "image", "node_class")
+"""What belongs to one state only, and is NONE in every other."""
+_MODES = tuple(e.SandboxMode)
+
+
+class IllegalTransition(Exception):
+    """An event that cannot happen now; the message names the trajectory, its state and the event. Nothing was changed."""
+
+    def __init__(self, trajectory: str, state: State | None, event: object, problem: str) -> None:
+        known = "not live" if state is None else f"in {state.name}"
+        super().__init__(f"trajectory {trajectory!r} is {known}: {event} refused, {problem}")
+        self.trajectory = trajectory
+        self.state = state
+        self.event = event
+
+
+class _Codes:
+    """Names to small integers and back; a code is never reused."""
+
+    def __init__(self) -> None:
+        self._codes: dict[str, int] = {}
+        self._names: list[str] = []
+        self._picture: tuple[str, ...] = ()
+
+    def code(self, name: str) -> int:
+        code = self._codes.setdefault(name, len(self._names))
+        if code == len(self._names):
+            self._names.append(name)
+        return code
+
+    def name(self, code: int) -> str | None:
+        return None if code == NONE else self._names[code]
+
+    def names(self) -> tuple[str, ...]:
+        if len(self._picture) != len(self._names):
+            self._picture = tuple(self._names)
+        return self._picture
+
+
+class Tracker:
+    """The live trajectories of a run. `apply` and `decoded` are O(1); `snapshot` is O(live trajectories)."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, int] = {}
+        self._ids: list[str] = []
+        self._ended: dict[str, State] = {}
+        self._counts = {state: 0 for state in State if state.live}
+        self._entries = 0
+        self._codes = {name: _Codes() for name in _NAMED}
+        self._columns: dict[str, np.ndarray[Any, Any]] = {
+            name: np.zeros(64, dtype=kind) for name, kind in _COLUMNS.items()
+        }
+
+    def __len__(self) -> int:
+        """How many trajectories are live."""
+        return len(self._ids)
+
+    def __contains__(self, trajectory: object) -> bool:
+        """Whether the trajectory is live."""
+        return trajectory in self._rows
+
+    def state(self, trajectory: str) -> State:
+        """The present state; DONE or DROPPED for one that ended lately (see `REMEMBERED`). Raises KeyError if unknown."""
+        row = self._rows.get(trajectory)
+        return self._ended[trajectory] if row is None else State(self._columns["state"][row])
+
+    def counts(self) -> dict[State, int]:
+        """Live trajectories by state, every live state included."""
+        return dict(self._counts)
+
+    def apply(self, event: e.Event) -> Transition:
+        """Take the event in. Raises `IllegalTransition`, having changed nothing."""
+        if isinstance(event, e.Sampled):
+            return self._sample(event)
+        row, before, after = self._check(event)
+        columns = self._columns
+        tokens_before = int(columns["tokens"][row])
+        turn = int(columns["turn"][row])
+        tokens = getattr(event, "tokens", tokens_before)
+        transition = Transition(
+            event=event,
+            before=before,
+            after=after,
+            elapsed=event.time - float(columns["since"][row]),
+            tokens_before=tokens_before,
+            tokens=tokens,
+            turn=turn,
+            task=self._name("task", row) or "",
+            group=self._name("group", row) or "",
+            tool=self._name("tool", row),
+            instance=self._name("instance", row),
+            mode=None if columns["mode"][row] == NONE else _MODES[columns["mode"][row]],
+            image=self._name("image", row),
+            node_class=self._name("node_class", row),
+            concurrency=int(columns["concurrency"][row]),
+            sampled_at=float(columns["sampled_at"][row]),
+        )
+        self._counts[before] -= 1
+        if after.live:
+            self._enter(row, after, event, tokens)
+        else:
+            self._remove(event.trajectory, row, after)
+        return transition
+
+    def decoded(self, trajectory: str, tokens: int) -> None:
+        """Add newly streamed tokens to the context of a trajectory in DECODE. Raises `IllegalTransition` elsewhere."""
+        row = self._rows.get(trajectory)
+        if row is None or self._columns["state"][row] != State.DECODE:
+            state = self._ended.get(trajectory) if row is None else State(self._columns["state"][row])
+            raise IllegalTransition(trajectory, state, f"{tokens} decoded tokens", "they need it in DECODE")
+        self._columns["tokens"][row] += tokens
+
+    def snapshot(self, time: float) -> Snapshot:
+        """Every live trajectory as it is now; `time` is only noted."""
+        rows = len(self._ids)
+        columns = {name: column[:rows].copy() for name, column in self._columns.items() if name != "sampled_at"}
+        for column in columns.values():
+            column.setflags(write=False)
+        names = Names(**{field: self._codes[name].names() for name, field in _NAMED.items()})
+        return Snapshot(time=time, ids=tuple(self._ids), names=names, **columns)
+
+    def _check(self, event: e.Event) -> tuple[int, State, State]:
+        """(row, state before, state after) of an event that is allowed."""
+        row = self._rows.get(event.trajectory)
+        if row is None:
+            state = self._ended.get(event.trajectory)
+            raise IllegalTransition(event.trajectory, state, event, "it needs a live trajectory")
+        before = State(self._columns["state"][row])
+        sources, after = TRANSITIONS[type(event)]
+        if before not in sources:
+            allowed = ", ".join(state.name for state in sorted(sources))
+            raise IllegalTransition(event.trajectory, before, event, f"it may only come from {allowed}")
+        since = float(self._columns["since"][row])
+        if not event.time >= since:
+            raise IllegalTransition(event.trajectory, before, event, f"its time is before the last event's, {since}")
+        return row, before, after
+
+    def _sample(self, event: e.Sampled) -> Transition:
+        known = event.trajectory in self._rows or event.trajectory in self._ended
+        if known:
+            state = self.state(event.trajectory)
+            raise IllegalTransition(event.trajectory, state, event, "a trajectory is sampled once; use a new id")
+        row = self._append(event.trajectory)
+        columns = self._columns
+        columns["turn"][row] = 0
+        columns["version"][row] = event.version
+        columns["order"][row] = NONE
+        columns["group"][row] = self._codes["group"].code(event.group)
+        columns["task"][row] = self._codes["task"].code(event.task)
+        columns["sampled_at"][row] = event.time
+        self._enter(row, State.SAMPLED, event, event.prompt_tokens)
+        return Transition(
+            event=event,
+            before=None,
+            after=State.SAMPLED,
+            elapsed=0.0,
+            tokens_before=0,
+            tokens=event.prompt_tokens,
+            turn=0,
+            task=event.task,
+            group=event.group,
+            tool=None,
+            instance=None,
+            mode=None,
+            image=None,
+            node_class=None,
+            concurrency=0,
+            sampled_at=event.time,
+        )
+
+    def _enter(self, row: int, state: State, event: e.Event, tokens: int) -> None:
+        columns = self._columns
+        self._counts[state] += 1
+        columns["state"][row] = state
+        columns["since"][row] = event.time
+        columns["tokens"][row] = tokens
+        columns["concurrency"][row] = 0
+        for name in _TRANSIENT:
+            columns[name][row] = NONE
+        match event:
+            case e.SandboxStarting():
+                columns["mode"][row] = _MODES.index(event.mode)
+                columns["image"][row] = self._codes["image"].code(event.image)
+                columns["node_class"][row] = self._codes["node_class"].code(event.node_class)
+                columns["concurrency"][row] = self._counts[state]
+            case e.Ready() | e.Requeued():
+                columns["order"][row] = self._entries
+                self._entries += 1
+            case e.PrefillStarted() | e.DecodeStarted():
+                columns["instance"][row] = self._codes["instance"].code(event.instance)
+            case e.ToolStarted():
+                columns["turn"][row] += 1
+                columns["tool"][row] = self._codes["tool"].code(event.tool)
+                columns["concurrency"][row] = self._counts[state]
+            case e.RewardStarted():
+                columns["turn"][row] += 1
+
+    def _name(self, column: str, row: int) -> str | None:
+        return self._codes[column].name(int(self._columns[column][row]))
+
+    def _append(self, trajectory: str) -> int:
+        row = len(self._ids)
+        if row == len(self._columns["state"]):
+            self._columns = {name: np.concatenate([column, column]) for name, column in self._columns.items()}
+        self._ids.append(trajectory)
+        self._rows[trajectory] = row
+        return row
+
+    def _remove(self, trajectory: str, row: int, state: State) -> None:
+        last = len(self._ids) - 1
+        if row != last:
+            for column in self._columns.values():
+                column[row] = column[last]
+            moved = self._ids[last]
+            self._ids[row] = moved
+            self._rows[moved] = row
+        self._ids.pop()
+        del self._rows[trajectory]
+        self._ended[trajectory] = state
+        if len(self._ended) > REMEMBERED:
+            del self._ended[next(iter(self._ended))]
