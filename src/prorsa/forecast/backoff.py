@@ -1,0 +1,91 @@
+"""Statistics kept for every prefix of a conditioning key, so that a class with too few samples falls back to a wider one.
+
+Invariant: a value added under `(a, b, c)` is in the statistics of `(a, b, c)`, `(a, b)`, `(a,)` and `()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from itertools import pairwise
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Key = tuple[Hashable, ...]
+
+MIN_SAMPLES = 8
+"""A class speaks for itself from this many samples on (the paper: "whenever enough samples are available")."""
+
+
+class Statistic(Protocol):
+    def add(self, value: float) -> None: ...
+    def __len__(self) -> int: ...
+
+
+S = TypeVar("S", bound=Statistic)
+
+
+class Backoff(Generic[S]):
+    def __init__(self, make: Callable[[], S], widest: int = 0) -> None:
+        """`make` creates an empty statistic. No prefix shorter than `widest` is kept: those key parts always condition."""
+        self._make = make
+        self._widest = widest
+        self._classes: dict[Key, S] = {}
+
+    def add(self, key: Key, value: float) -> None:
+        for length in range(self._widest, len(key) + 1):
+            prefix = key[:length]
+            found = self._classes.get(prefix)
+            if found is None:
+                found = self._classes[prefix] = self._make()
+            found.add(value)
+
+    def find(self, key: Key) -> S | None:
+        """The statistic of the longest prefix with `MIN_SAMPLES`, else of the widest class; None where that is empty too."""
+        for length in range(len(key), self._widest, -1):
+            found = self._classes.get(key[:length])
+            if found is not None and len(found) >= MIN_SAMPLES:
+                return found
+        return self._classes.get(key[: self._widest])
+
+
+class Ema:
+    """Exponential moving average (Eq. 9). The paper does not say how it starts: with the plain mean of the first 1/alpha
+    values, after which every value has weight alpha."""
+
+    __slots__ = ("_alpha", "_count", "value")
+
+    def __init__(self, alpha: float, value: float = 0.0) -> None:
+        """`value` stands until the first value was added, and has no weight from then on."""
+        self._alpha = alpha
+        self._count = 0
+        self.value = value
+
+    def add(self, value: float) -> None:
+        self._count += 1
+        self.value += max(self._alpha, 1.0 / self._count) * (value - self.value)
+
+    def __len__(self) -> int:
+        return self._count
+
+
+def load_bucket(concurrency: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Concurrent load as a class: 0 for 0 and 1, then one class for each doubling (2-3, 4-7, 8-15, ...)."""
+    return (np.frexp(np.maximum(concurrency, 1).astype(np.float64))[1] - 1).astype(np.int32)
+
+
+def same_class(*columns: NDArray[np.int32]) -> Iterator[NDArray[np.intp]]:
+    """Split rows into classes of equal values in every column; yields the row numbers of one class after another."""
+    if not len(columns[0]):
+        return
+    code = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        low = int(column.min())
+        code *= int(column.max()) - low + 1
+        code += column - low
+    order = np.argsort(code, kind="stable")
+    ordered = code[order]
+    bounds = np.concatenate(([0], np.flatnonzero(ordered[1:] != ordered[:-1]) + 1, [len(order)])).tolist()
+    for begin, end in pairwise(bounds):
+        yield order[begin:end]

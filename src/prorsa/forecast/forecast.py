@@ -1,0 +1,58 @@
+"""What a forecast says, and what every forecaster can do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from prorsa.lifecycle.snapshot import Snapshot, Transition
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The demand over [time, time + horizon). All volumes are full prompt lengths in tokens (paper, B.1)."""
+
+    time: float
+    horizon: float
+    """S, seconds."""
+    sampler: float
+    """Predicted first requests of trajectories that are not sampled yet, uncorrected (Eq. 5)."""
+    startup: float
+    """Predicted first requests of trajectories that are starting, uncorrected (Eq. 7)."""
+    ready: float
+    """Observed: requests in READY (Eq. 8)."""
+    tool: float
+    """Predicted requests after a tool's return, uncorrected (Eq. 11)."""
+    inflight: float
+    """Observed: requests in PREFILL (Eq. 12)."""
+    bias: float
+    """Multiplies the three predicted parts (B.8)."""
+    prefill_tokens: float
+    """W (Eq. 15): ready + inflight + bias * (sampler + startup + tool)."""
+    admitted_tokens: float
+    """A_dec (Eq. 14): prompt tokens of the requests that finish their prefill within the horizon."""
+    admitted_kv: float
+    """K_dec (Eq. 14): KV-cache footprint of those requests at their admission."""
+    decode_kv: float
+    """K_now: KV-cache footprint of the requests in DECODE."""
+
+    @property
+    def predicted(self) -> float:
+        """The predicted parts together, uncorrected."""
+        return self.sampler + self.startup + self.tool
+
+    @property
+    def backlog(self) -> float:
+        """The observed parts together."""
+        return self.ready + self.inflight
+
+
+class Forecaster(Protocol):
+    def observe(self, transition: Transition) -> None:
+        """Learn from one applied event. Every event of the run goes through here, once and in order."""
+        ...
+
+    def forecast(self, snapshot: Snapshot, horizon: float, prefill_instances: Sequence[str]) -> Forecast:
+        """The demand over the next `horizon` seconds. `prefill_instances` are those that prefill now (mixed ones too)."""
+        ...

@@ -1,0 +1,280 @@
+"""The paper's workload predictor (section 4.1.2, Appendix B): every trajectory's lifecycle, one step ahead.
+
+Each trajectory contributes at most one request a horizon. Predicted requests carry a weight: the probability, or the
+expected number, with which they arrive. The same weighted arrivals make the parts of W and enter the recurrence of the
+decode admissions, so that the two never disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prorsa.forecast.admissions import PrefillTime, finish_inflight, finish_queued
+from prorsa.forecast.backoff import Backoff, Ema, load_bucket, same_class
+from prorsa.forecast.correction import BiasCorrection
+from prorsa.forecast.durations import Durations, Floats
+from prorsa.forecast.forecast import Forecast
+from prorsa.forecast.injection import Injection
+from prorsa.forecast.lengths import PromptLengths
+from prorsa.forecast.measure import WindowMeter
+from prorsa.forecast.tools import ToolDurations
+from prorsa.lifecycle import events as e
+from prorsa.lifecycle.events import SandboxMode
+from prorsa.lifecycle.snapshot import Snapshot, Transition
+from prorsa.lifecycle.states import State
+
+MODES = (SandboxMode.PREWARMED.value, SandboxMode.COLD.value)
+"""Names of the codes in `Snapshot.mode`."""
+
+SLICES = 8
+"""The sampler's launches are placed in time by evaluating Eq. 2-4 at so many horizons up to H."""
+
+FORGET = 1 / 256
+"""Weight of the newest outcome in p_hat and of the newest delay in d_hat; a plain mean before the 256th."""
+
+
+class Arrivals(NamedTuple):
+    """Predicted requests as columns."""
+
+    time: Floats
+    """u_j, seconds."""
+    weight: Floats
+    """Probability or expected number."""
+    tokens: Floats
+    """Full prompt length."""
+
+    def volume(self) -> float:
+        return float(self.weight @ self.tokens)
+
+
+class LifecycleForecaster:
+    """`Forecaster` of the paper. Learns from `observe`, and reads a snapshot without changing it."""
+
+    def __init__(
+        self,
+        injection: Injection | None,
+        prefill_tokens_per_s: float,
+        kv_footprint: Callable[[Floats], Floats] = lambda tokens: tokens,
+    ) -> None:
+        """`injection` is the sampler's rule f; None in synchronous rollout, which launches nothing during a step.
+
+        `prefill_tokens_per_s` is the profiled speed of one prefill instance, in full-prompt tokens/s; it stands until
+        prefills were observed. `kv_footprint` is kappa: prompt lengths -> KV-cache footprints, in the unit of the decode
+        capacity (default: tokens).
+        """
+        self._injection = injection
+        self._kv_footprint = kv_footprint
+        self._rewards: Backoff[Durations] = Backoff(Durations)
+        self._startups: Backoff[Durations] = Backoff(Durations, widest=1)
+        self._dispatch: Backoff[Durations] = Backoff(Durations)
+        self._tools = ToolDurations()
+        self._lengths = PromptLengths()
+        self._admission = Ema(FORGET, value=1.0)
+        self._prewarmed_delay = Ema(FORGET)
+        self._any_delay = Ema(FORGET)
+        self._prefill_time = PrefillTime(prefill_tokens_per_s)
+        self._correction = BiasCorrection()
+        self._meter = WindowMeter()
+
+    @property
+    def admission_rate(self) -> float:
+        """p_hat (Eq. 3): the share of rewarded trajectories that are admitted to training; 1 until one was rewarded."""
+        return self._admission.value
+
+    @property
+    def dispatch_delay(self) -> float:
+        """d_hat, seconds from injection to the first request in READY, prewarm hit assumed.
+
+        Where no start was ever a prewarm hit it is the mean over all starts; 0 until one was seen.
+        """
+        return self._prewarmed_delay.value if len(self._prewarmed_delay) else self._any_delay.value
+
+    def observe(self, transition: Transition) -> None:
+        self._meter.observe(transition)
+        if self._injection is not None:
+            self._injection.observe(transition)
+        event = transition.event
+        if isinstance(event, e.Ready):
+            if transition.before is State.TOOL:
+                self._learn_tool(transition)
+            else:
+                self._learn_start(transition)
+        elif isinstance(event, e.DecodeStarted):
+            joined = event.time - transition.elapsed
+            self._prefill_time.finished(event.instance, transition.tokens_before, joined, event.time)
+        elif isinstance(event, e.Done):
+            self._rewards.add((transition.task,), transition.elapsed)
+            self._admission.add(float(event.admitted))
+
+    def forecast(self, snapshot: Snapshot, horizon: float, prefill_instances: Sequence[str]) -> Forecast:
+        for before, measured in self._meter.finished(snapshot.time):
+            self._correction.update(before.predicted, measured.arrived_tokens)
+        made = self._forecast(snapshot, horizon, prefill_instances)
+        self._meter.open(made)
+        return made
+
+    def _learn_start(self, transition: Transition) -> None:
+        self._lengths.add_first(transition.task, transition.tokens)
+        delay = transition.event.time - transition.sampled_at
+        self._any_delay.add(delay)
+        self._dispatch.add((), delay)
+        if transition.mode != SandboxMode.COLD:
+            self._prewarmed_delay.add(delay)
+        if transition.mode is not None:
+            load = int(load_bucket(np.array([transition.concurrency], dtype=np.int32))[0])
+            key = (str(transition.mode), transition.image, transition.node_class, load)
+            self._startups.add(key, transition.elapsed)
+
+    def _learn_tool(self, transition: Transition) -> None:
+        tool = transition.tool or ""
+        load = int(load_bucket(np.array([transition.concurrency], dtype=np.int32))[0])
+        self._tools.add(transition.task, tool, transition.turn, load, transition.elapsed)
+        self._lengths.add_appended(transition.task, tool, transition.tokens - transition.tokens_before)
+
+    def _forecast(self, snapshot: Snapshot, horizon: float, prefill_instances: Sequence[str]) -> Forecast:
+        rows = {state: np.flatnonzero(snapshot.state == state) for state in State if state.live}
+        tokens = snapshot.tokens
+        sampler = self._sampler(snapshot, rows[State.REWARD], horizon)
+        startup = self._startup(snapshot, rows[State.SAMPLED], rows[State.SANDBOX_STARTING], horizon)
+        tool = self._tool(snapshot, rows[State.TOOL], horizon)
+        ready, inflight = rows[State.READY], rows[State.PREFILL]
+        bias = self._correction.bias
+        predicted = Arrivals(*(np.concatenate(columns) for columns in zip(sampler, startup, tool, strict=True)))
+        admitted, admitted_kv = self._admissions(
+            snapshot, ready, inflight, predicted._replace(weight=bias * predicted.weight), horizon, prefill_instances
+        )
+        backlog = float(tokens[ready].sum()), float(tokens[inflight].sum())
+        volumes = sampler.volume(), startup.volume(), tool.volume()
+        return Forecast(
+            time=snapshot.time,
+            horizon=horizon,
+            sampler=volumes[0],
+            startup=volumes[1],
+            ready=backlog[0],
+            tool=volumes[2],
+            inflight=backlog[1],
+            bias=bias,
+            prefill_tokens=sum(backlog) + bias * sum(volumes),
+            admitted_tokens=admitted,
+            admitted_kv=admitted_kv,
+            decode_kv=float(self._kv_footprint(tokens[rows[State.DECODE]].astype(np.float64)).sum()),
+        )
+
+    def _sampler(self, snapshot: Snapshot, rows: NDArray[np.intp], horizon: float) -> Arrivals:
+        """Eq. 2-5. The rule f is evaluated at `SLICES` horizons up to H; what each adds arrives amid its slice."""
+        delay = self.dispatch_delay
+        effective = max(0.0, horizon - delay)
+        if self._injection is None or effective == 0.0:
+            return _NOTHING
+        horizons = effective * np.arange(1, SLICES + 1) / SLICES
+        passed = self.admission_rate * self._rewards_within(snapshot, rows, horizons)
+        launches = [self._injection.launches(*point) for point in zip(passed.tolist(), horizons.tolist(), strict=True)]
+        added = np.diff(launches, prepend=0.0)
+        # Many launches in one slice are many requests, not one long one: they spread over the instances.
+        requests = np.maximum(np.ceil(added), 1).astype(np.intp)
+        middle = snapshot.time + delay + horizons - effective / (2 * SLICES)
+        weight = np.repeat(added / requests, requests)
+        return Arrivals(np.repeat(middle, requests), weight, np.full(len(weight), self._lengths.first()))
+
+    def _rewards_within(self, snapshot: Snapshot, rows: NDArray[np.intp], horizons: Floats) -> Floats:
+        """The sum of q_i (Eq. 2) over `rows` for each of `horizons`."""
+        total = np.zeros(len(horizons))
+        for members in same_class(snapshot.task[rows]):
+            chosen = rows[members]
+            durations = self._rewards.find((snapshot.names.tasks[snapshot.task[chosen[0]]],)) or Durations()
+            elapsed = np.maximum(snapshot.time - snapshot.since[chosen], 0.0)
+            total += durations.ends_within(elapsed[:, None], horizons).sum(axis=0)
+        return total
+
+    def _startup(
+        self, snapshot: Snapshot, sampled: NDArray[np.intp], starting: NDArray[np.intp], horizon: float
+    ) -> Arrivals:
+        """Eq. 6, 7. A trajectory whose sandbox does not start yet is among them, by the delay from injection to READY."""
+        rows = np.concatenate((sampled, starting))
+        probability, residual = np.zeros(len(rows)), np.zeros(len(rows))
+        elapsed = np.maximum(snapshot.time - snapshot.since[rows], 0.0)
+        names = snapshot.names
+        columns = [
+            snapshot.mode[rows].astype(np.int32),
+            snapshot.image[rows],
+            snapshot.node_class[rows],
+            load_bucket(snapshot.concurrency[rows]),
+        ]
+        columns[0][: len(sampled)] = _SAMPLED
+        for members in same_class(*columns):
+            mode, image, node_class, load = (int(column[members[0]]) for column in columns)
+            if mode == _SAMPLED:
+                found = self._dispatch.find(())
+            else:
+                found = self._startups.find((MODES[mode], names.images[image], names.node_classes[node_class], load))
+            durations = found or Durations()
+            probability[members] = durations.ends_within(elapsed[members], horizon)
+            residual[members] = durations.residual(elapsed[members], horizon)
+        return Arrivals(snapshot.time + residual, probability, self._first_prompts(snapshot, rows))
+
+    def _first_prompts(self, snapshot: Snapshot, rows: NDArray[np.intp]) -> Floats:
+        """x_k: the first prompt's length where it is known, else what its task leads to expect."""
+        tokens = snapshot.tokens[rows].astype(np.float64)
+        expected = np.array([self._lengths.first(task) for task in snapshot.names.tasks] or [0.0])
+        return np.where(tokens > 0, tokens, expected[snapshot.task[rows]])
+
+    def _tool(self, snapshot: Snapshot, rows: NDArray[np.intp], horizon: float) -> Arrivals:
+        """Eq. 10, 11. Until any tool has returned, a running one is taken to run for as long again as it has."""
+        names = snapshot.names
+        elapsed = np.maximum(snapshot.time - snapshot.since[rows], 0.0)
+        residual, tokens = elapsed.copy(), snapshot.tokens[rows].astype(np.float64)
+        columns = (
+            snapshot.task[rows],
+            snapshot.tool[rows],
+            snapshot.turn[rows],
+            load_bucket(snapshot.concurrency[rows]),
+        )
+        for members in same_class(*columns):
+            task, tool, turn, load = (int(column[members[0]]) for column in columns)
+            expected = self._tools.expected(names.tasks[task], names.tools[tool], turn, load)
+            if expected is not None:
+                residual[members] = np.maximum(expected - elapsed[members], 0.0)
+            tokens[members] += self._lengths.appended(names.tasks[task], names.tools[tool])
+        returning = residual < horizon
+        return Arrivals(snapshot.time + residual[returning], np.ones(int(returning.sum())), tokens[returning])
+
+    def _admissions(
+        self,
+        snapshot: Snapshot,
+        ready: NDArray[np.intp],
+        inflight: NDArray[np.intp],
+        predicted: Arrivals,
+        horizon: float,
+        prefill_instances: Sequence[str],
+    ) -> tuple[float, float]:
+        """(A_dec, K_dec), Eq. 13 and 14: the queue in order, then the predicted requests as they arrive, each on the
+        instance that is free first."""
+        end = snapshot.time + horizon
+        holding, held = snapshot.instance[inflight], snapshot.tokens[inflight].astype(np.float64)
+        free_since = np.array([self._prefill_time.free_since(name) for name in snapshot.names.instances])
+        finish = finish_inflight(snapshot.time, holding, snapshot.since[inflight], self._prefill_time(held), free_since)
+        busy_until = np.full(len(free_since), snapshot.time)
+        np.maximum.at(busy_until, holding, finish)
+        until = dict(zip(snapshot.names.instances, busy_until.tolist(), strict=True))
+
+        queue = ready[np.argsort(snapshot.order[ready])]
+        coming = np.argsort(predicted.time, kind="stable")
+        arrival = np.concatenate((np.full(len(queue), snapshot.time), predicted.time[coming]))
+        weight = np.concatenate((np.ones(len(queue)), predicted.weight[coming]))
+        tokens = np.concatenate((snapshot.tokens[queue].astype(np.float64), predicted.tokens[coming]))
+        free = [until.get(name, snapshot.time) for name in prefill_instances]
+        queued = finish_queued(arrival, weight * self._prefill_time(tokens), free, end) < end
+
+        weight = np.concatenate((np.ones(int((finish < end).sum())), weight[queued]))
+        tokens = np.concatenate((held[finish < end], tokens[queued]))
+        return float(weight @ tokens), float(weight @ self._kv_footprint(tokens))
+
+
+_NOTHING = Arrivals(np.zeros(0), np.zeros(0), np.zeros(0))
+
+_SAMPLED = -2
+"""Stands in the mode column for a trajectory whose sandbox does not start yet; no `Snapshot.mode` has this value."""
