@@ -76,7 +76,10 @@ def _pairs(m_p: int, m_d: int, gpus: int, instances: int | None) -> tuple[NDArra
 
 
 def _ratio(count: NDArray[np.int64], demand: float) -> NDArray[np.float64]:
-    return count / demand if demand > 0 else np.full(len(count), np.inf)
+    if demand == 0:
+        return np.full(len(count), np.inf)
+    with np.errstate(over="ignore"):
+        return count / demand
 
 
 def _less(ratio: float) -> float:
