@@ -1,0 +1,594 @@
+"""The embedded engine as a process: the SGLang HTTP subset over an `EngineCore`.
+
+    python -m prorsa.engines.embedded.server --model DIR --role prefill
+
+One asyncio loop does everything: it serves HTTP, moves KV, and steps the core while there is work (waiting, not spinning,
+while there is none). Prints one line of JSON, `{"port": ..., "bootstrap_port": ...}`, when it is ready.
+
+Invariants: every accepted request ends with exactly one message that has a finish reason, unless its client went away; a
+request that ends in any way leaves no blocks, no room and no connection behind; a request of the wrong role is refused
+at once; before the end of an aborted request is told, its full KV blocks are in the store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from prorsa.engines.embedded.checkpoint import ModelError
+from prorsa.engines.embedded.core import (
+    CoreError,
+    EngineCore,
+    NotIdle,
+    Output,
+    QueueFull,
+    RequestRefused,
+    StepOutput,
+)
+from prorsa.engines.embedded.frames import FrameError
+from prorsa.engines.embedded.kv_store import StoreClient
+from prorsa.engines.embedded.process import announce, watch_for_stop
+from prorsa.engines.embedded.transfer import FirstToken, Handover, Prompt, Pull, Rooms
+from prorsa.engines.protocol import Bootstrap, FinishReason, Role, SamplingParams
+
+MAX_BODY_BYTES = 64 << 20
+KEEPALIVE_SECONDS = 3600.0
+"""Longer than any client keeps an idle connection, so that it is never the server that closes one under a request."""
+TURNS_PER_STEP = 3
+"""Turns of the event loop between two steps: a request that arrives takes three to get from the socket to the core."""
+
+SHUTDOWN_SECONDS = 1.0
+ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "null": Role.MIXED}
+"""SGLang's names."""
+NOT_IDLE = "instance is not idle; drain all requests before switching"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+log = logging.getLogger(__name__)
+
+
+class BadRequest(Exception):
+    """A field of the request is missing or wrong; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A checked /generate body."""
+
+    rid: str
+    input_ids: list[int]
+    sampling: SamplingParams
+    bootstrap: Bootstrap | None
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One accepted request between the core, which produces, and its HTTP response, which takes."""
+
+    asked: Asked
+    weights_version: int
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    tokens: list[int] = field(default_factory=list)
+    """Produced and not yet taken; so are `logprobs`."""
+    logprobs: list[float] = field(default_factory=list)
+    sent: int = 0
+    """Tokens taken so far."""
+    cached_tokens: int = 0
+    finish: FinishReason | None = None
+    message: str = ""
+    """Why it was aborted."""
+    pull: Pull | None = None
+    handover: Handover | None = None
+    in_core: bool = False
+
+    def part(self, reason: str) -> None:
+        """Leave the other leg, if there is one and it still needs this one."""
+        if self.pull is not None:
+            self.pull.give_up()
+        if self.handover is not None:
+            self.handover.withdraw(reason)
+
+    def put(self, tokens: Sequence[int], logprobs: Sequence[float], finish: FinishReason | None) -> None:
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.finish = finish
+        if tokens or finish is not None:
+            self.news.set()
+
+    def take(self) -> bytes:
+        """The next server-sent event, in the form of SGLang's incremental streaming."""
+        self.news.clear()
+        self.sent += len(self.tokens)
+        meta = {
+            "id": self.asked.rid,
+            "finish_reason": self._finish_reason(),
+            "prompt_tokens": len(self.asked.input_ids),
+            "completion_tokens": self.sent,
+            "cached_tokens": self.cached_tokens,
+            "weight_version": str(self.weights_version),
+            "output_token_logprobs": [
+                (logprob, token, None) for token, logprob in zip(self.tokens, self.logprobs, strict=True)
+            ],
+        }
+        message = json.dumps({"output_ids": self.tokens, "meta_info": meta}, separators=(",", ":"))
+        self.tokens, self.logprobs = [], []
+        return b"data: " + message.encode() + b"\n\n"
+
+    def _finish_reason(self) -> dict[str, Any] | None:
+        if self.finish is None:
+            return None
+        if self.finish is FinishReason.ABORT:
+            return {"type": "abort", "message": self.message or "aborted"}
+        return {"type": self.finish.value}
+
+
+class EngineServer:
+    def __init__(self, core: EngineCore, store: StoreClient | None = None) -> None:
+        self._core = core
+        self._store = store
+        self._rooms = Rooms()
+        self._rooms.open_for_prefill = core.role is Role.PREFILL
+        self._tickets: dict[str, Ticket] = {}
+        self._work = asyncio.Event()
+
+    async def listen_bootstrap(self, host: str, port: int) -> int:
+        return await self._rooms.listen(host, port)
+
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_explain_refusals])
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/abort_request", self._abort_request)
+        app.router.add_post("/pd_role_switch", self._pd_role_switch)
+        app.router.add_post("/update_weights_from_disk", self._update_weights)
+        app.router.add_get("/v1/loads", self._loads)
+        app.router.add_get("/model_info", self._model_info)
+        app.router.add_get("/health", self._health)
+        return app
+
+    async def run(self) -> None:
+        """Step the core for ever. An exception of the core ends the process: its state cannot be trusted."""
+        while True:
+            if not self._core.has_work():
+                self._work.clear()
+                await self._work.wait()
+            self._deliver(self._core.step())
+            for _ in range(TURNS_PER_STEP):
+                await asyncio.sleep(0)
+
+    def close(self) -> None:
+        self._abort_all("the engine is shutting down")
+        self._rooms.close()
+        if self._store is not None:
+            self._store.close()
+
+    # From the core to the requests
+
+    def _deliver(self, step: StepOutput) -> None:
+        if self._store is not None:
+            for filled in step.filled:
+                self._store.put(self._core.weights_version, filled.hash, bytes(self._core.block_data(filled.block)))
+        for rid, reservation in step.reserved:
+            ticket = self._tickets.get(rid)
+            if ticket is not None and ticket.pull is not None:
+                ticket.pull.begin(reservation.first_missing_block)
+        for output in step.outputs:
+            ticket = self._tickets.get(output.rid)
+            if ticket is not None:
+                self._deliver_output(ticket, output)
+
+    def _deliver_output(self, ticket: Ticket, output: Output) -> None:
+        if ticket.pull is None:
+            ticket.cached_tokens = output.cached_tokens
+        if output.finish is not None:
+            ticket.part("aborted")
+        elif ticket.handover is not None:
+            self._advance(ticket.handover, output)
+            return
+        ticket.put(output.token_ids, output.logprobs, output.finish)
+
+    def _advance(self, handover: Handover, output: Output) -> None:
+        if output.token_ids:
+            first = FirstToken(output.token_ids[0], output.logprobs[0], output.cached_tokens)
+            handover.advance(handover.n_blocks, first)
+        else:
+            handover.advance(output.prefilled // self._core.block_tokens, None)
+
+    # /generate
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        asked = parse_generate(await _read_json(request))
+        self._check_role(asked)
+        ticket = Ticket(asked, self._core.weights_version)
+        self._tickets[asked.rid] = ticket
+        try:
+            await self._start(ticket)
+            return await self._stream(request, ticket)
+        except (QueueFull, RequestRefused) as error:
+            self._abort(ticket, str(error))
+            raise
+        finally:
+            # Without effect on a request that has ended: this is for a client that went away.
+            self._abort(ticket, "the client went away")
+            del self._tickets[asked.rid]
+
+    def _check_role(self, asked: Asked) -> None:
+        role = self._core.role
+        if asked.rid in self._tickets:
+            raise BadRequest(f"rid={asked.rid!r}: already on this engine; use a new one for each attempt")
+        if role is Role.MIXED and asked.bootstrap is not None:
+            raise BadRequest("bootstrap_room: this engine is mixed; it takes requests without bootstrap fields only")
+        if role is not Role.MIXED and asked.bootstrap is None:
+            raise BadRequest(
+                f"bootstrap_room: missing; this is a {role.value} engine, which serves one leg of a request"
+            )
+
+    async def _start(self, ticket: Ticket) -> None:
+        if self._core.role is Role.DECODE:
+            await self._start_decode(ticket)
+        else:
+            await self._start_prefill(ticket)
+        self._work.set()
+
+    async def _start_prefill(self, ticket: Ticket) -> None:
+        asked = ticket.asked
+        if asked.bootstrap is not None:
+            ticket.handover = self._enter_room(ticket, asked.bootstrap.room)
+        await self._fetch_prefix(ticket)
+        if ticket.finish is None:
+            self._core.submit(asked.rid, asked.input_ids, asked.sampling, handover=asked.bootstrap is not None)
+            ticket.in_core = True
+
+    def _enter_room(self, ticket: Ticket, room: int) -> Handover:
+        rid, prompt = ticket.asked.rid, self._prompt(ticket)
+        handover = Handover(
+            prompt=prompt,
+            n_blocks=-(-prompt.tokens // self._core.block_tokens),
+            export_block=partial(self._core.export_block, rid),
+            on_done=partial(self._handed_over, ticket),
+            on_lost=partial(self._abort, ticket),
+        )
+        try:
+            self._rooms.enter(room, handover)
+        except ValueError as error:
+            raise BadRequest(str(error)) from error
+        return handover
+
+    def _handed_over(self, ticket: Ticket) -> None:
+        assert ticket.handover is not None
+        first = ticket.handover.first
+        assert first is not None
+        self._core.release(ticket.asked.rid)
+        stopped = first.token in ticket.asked.sampling.stop_token_ids
+        ticket.put([first.token], [first.logprob], FinishReason.STOP if stopped else FinishReason.LENGTH)
+
+    async def _fetch_prefix(self, ticket: Ticket) -> None:
+        """Bring what other instances have computed of this prompt into the prefix cache."""
+        if self._store is None:
+            return
+        missing = self._core.missing_hashes(ticket.asked.input_ids)
+        blocks = await self._store.fetch(missing) if missing else []
+        if blocks and ticket.finish is None:
+            self._core.import_prefix(missing[: len(blocks)], blocks)
+
+    async def _start_decode(self, ticket: Ticket) -> None:
+        asked = ticket.asked
+        assert asked.bootstrap is not None
+        reservation = self._core.reserve(asked.rid, asked.input_ids, asked.sampling)
+        ticket.in_core = True
+        ticket.pull = Pull(
+            import_block=partial(self._import_block, asked.rid),
+            on_token=partial(self._admit, ticket),
+            on_lost=partial(self._abort, ticket),
+        )
+        if reservation is not None:
+            ticket.pull.begin(reservation.first_missing_block)
+        await ticket.pull.connect(
+            asked.bootstrap.host, asked.bootstrap.port, asked.bootstrap.room, self._prompt(ticket)
+        )
+
+    def _import_block(self, rid: str, index: int, data: memoryview) -> None:
+        try:
+            self._core.import_block(rid, index, data)
+        except CoreError as error:
+            raise FrameError(str(error)) from error
+
+    def _admit(self, ticket: Ticket, first: FirstToken) -> None:
+        ticket.cached_tokens = first.cached_tokens
+        try:
+            self._core.admit(ticket.asked.rid, first.token, first.logprob)
+        except CoreError as error:
+            raise FrameError(str(error)) from error
+        self._work.set()
+
+    def _prompt(self, ticket: Ticket) -> Prompt:
+        return Prompt(ticket.weights_version, self._core.block_nbytes, len(ticket.asked.input_ids))
+
+    async def _stream(self, request: web.Request, ticket: Ticket) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        while ticket.finish is None:
+            await ticket.news.wait()
+            if ticket.finish is None:
+                await response.write(ticket.take())
+        if ticket.finish is FinishReason.ABORT:
+            await self._save(ticket)
+        await response.write_eof(ticket.take() + b"data: [DONE]\n\n")
+        return response
+
+    # Aborting
+
+    def _abort(self, ticket: Ticket, reason: str) -> None:
+        """End a request that has not ended yet. Its tokens so far and its finish come with the next step."""
+        if ticket.finish is not None:
+            return
+        ticket.message = ticket.message or reason
+        ticket.part(reason)
+        if ticket.in_core and self._core.abort(ticket.asked.rid):
+            self._work.set()
+        else:
+            ticket.put((), (), FinishReason.ABORT)
+
+    def _abort_all(self, reason: str) -> None:
+        for ticket in self._tickets.values():
+            self._abort(ticket, reason)
+
+    async def _save(self, ticket: Ticket) -> None:
+        """Have the KV of an aborted request in the store before its client can send it again elsewhere."""
+        if self._store is not None and ticket.weights_version == self._core.weights_version:
+            await self._store.flush()
+
+    async def _abort_request(self, request: web.Request) -> web.Response:
+        body = await _read_json(request)
+        if _field(body, "abort_all", bool, False):
+            self._abort_all("aborted by the client")
+            return web.Response()
+        ticket = self._tickets.get(_field(body, "rid", str))
+        if ticket is not None:
+            self._abort(ticket, "aborted by the client")
+        return web.Response()
+
+    # Role and weights
+
+    async def _pd_role_switch(self, request: web.Request) -> web.Response:
+        name = _field(await _read_json(request), "new_role", str)
+        try:
+            role = ROLES[name]
+        except KeyError:
+            raise BadRequest(f"new_role={name!r}: write one of {', '.join(ROLES)}") from None
+        old = self._core.role
+        message = "ok" if role is not old else "already in target role"
+        status = 200
+        if any(ticket.finish is None for ticket in self._tickets.values()):
+            message, status = NOT_IDLE, 400
+        else:
+            try:
+                self._core.set_role(role)
+                self._rooms.open_for_prefill = role is Role.PREFILL
+            except NotIdle:
+                message, status = NOT_IDLE, 400
+        answer = {"success": status == 200, "message": message, "old_role": _role_name(old), "new_role": name}
+        return web.json_response(answer, status=status)
+
+    async def _update_weights(self, request: web.Request) -> web.Response:
+        body = await _read_json(request)
+        path = _field(body, "model_path", str)
+        version = _version(_field(body, "weight_version", str))
+        if not _field(body, "abort_all_requests", bool, False) and self._tickets:
+            raise BadRequest(
+                "abort_all_requests=false: requests are live; set it to true or wait until they have ended"
+            )
+        self._abort_all(f"the weights are updated to version {version}")
+        try:
+            self._core.load_weights(path, version)
+        except ModelError as error:
+            return web.json_response({"success": False, "message": str(error)}, status=400)
+        self._work.set()
+        if self._store is not None:
+            self._store.drop_before(version)
+        return web.json_response({"success": True, "message": "ok", "num_paused_requests": 0})
+
+    # What the engine says of itself
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        load, role = self._core.load(), self._core.role
+        handing_over = sum(
+            ticket.finish is None and ticket.handover is not None and ticket.handover.first is not None
+            for ticket in self._tickets.values()
+        )
+        fetching = sum(not ticket.in_core for ticket in self._tickets.values())
+        rank: dict[str, Any] = {
+            "dp_rank": 0,
+            "num_running_reqs": load.running,
+            "num_waiting_reqs": load.waiting - handing_over + fetching,
+            "num_used_tokens": load.used_tokens,
+            "max_total_num_tokens": load.max_tokens,
+            "disaggregation": {"mode": _role_name(role), "prefill_inflight_queue_reqs": handing_over},
+        }
+        if self._store is not None:
+            rank["kv_store"] = {
+                "connected": self._store.connected,
+                "stored_blocks": self._store.stored_blocks,
+                "dropped_blocks": self._store.dropped_blocks,
+                "fetched_blocks": self._store.fetched_blocks,
+            }
+        return web.json_response({"loads": [rank]})
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "model_path": self._core.model_path,
+                "weight_version": str(self._core.weights_version),
+                "disaggregation_mode": _role_name(self._core.role),
+                "is_generation": True,
+            }
+        )
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+
+@web.middleware
+async def _explain_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except (BadRequest, RequestRefused) as error:
+        return web.json_response({"error": {"message": str(error)}}, status=400)
+    except QueueFull as error:
+        return web.json_response({"error": {"message": str(error)}}, status=503)
+
+
+def parse_generate(body: dict[str, Any]) -> Asked:
+    """Check a /generate body. Raises `BadRequest` naming the field."""
+    input_ids = _field(body, "input_ids", list)
+    if not input_ids or any(type(token) is not int for token in input_ids):
+        raise BadRequest("input_ids: a list of one or more token ids is needed")
+    if not _field(body, "stream", bool, False):
+        raise BadRequest("stream: this server only streams; set it to true")
+    return Asked(
+        rid=_field(body, "rid", str),
+        input_ids=input_ids,
+        sampling=_parse_sampling(_field(body, "sampling_params", dict)),
+        bootstrap=_parse_bootstrap(body),
+    )
+
+
+def _parse_sampling(body: dict[str, Any]) -> SamplingParams:
+    stops = _field(body, "stop_token_ids", list, [])
+    if any(type(token) is not int for token in stops):
+        raise BadRequest("stop_token_ids: a list of token ids is needed")
+    sampling = SamplingParams(
+        max_new_tokens=_field(body, "max_new_tokens", int),
+        temperature=_field(body, "temperature", float, 1.0),
+        top_p=_field(body, "top_p", float, 1.0),
+        top_k=_field(body, "top_k", int, -1),
+        stop_token_ids=() if _field(body, "ignore_eos", bool, False) else tuple(stops),
+        seed=_field(body, "sampling_seed", int, None),
+    )
+    if sampling.max_new_tokens < 1:
+        raise BadRequest(f"max_new_tokens={sampling.max_new_tokens}: must be 1 or more")
+    if not 0 <= sampling.temperature < float("inf"):
+        raise BadRequest(f"temperature={sampling.temperature}: must be 0 or more")
+    if not 0 < sampling.top_p <= 1:
+        raise BadRequest(f"top_p={sampling.top_p}: must be above 0 and at most 1")
+    return sampling
+
+
+def _parse_bootstrap(body: dict[str, Any]) -> Bootstrap | None:
+    if body.get("bootstrap_room") is None:
+        return None
+    room = _field(body, "bootstrap_room", int)
+    if not 0 <= room < 1 << 64:
+        raise BadRequest(f"bootstrap_room={room}: must be at least 0 and below 2**64")
+    return Bootstrap(_field(body, "bootstrap_host", str), _field(body, "bootstrap_port", int), room)
+
+
+_REQUIRED: Any = object()
+
+
+def _field(body: dict[str, Any], name: str, kind: type, default: Any = _REQUIRED) -> Any:
+    """The value of a field. Absent and null mean the default; an integer will do for a float."""
+    value = body.get(name)
+    if value is None:
+        if default is _REQUIRED:
+            raise BadRequest(f"{name}: missing")
+        return default
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise BadRequest(f"{name}={value!r}: must be of type {kind.__name__}, not {type(value).__name__}")
+    return value
+
+
+def _version(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise BadRequest(f"weight_version={text!r}: must be a whole number") from None
+
+
+async def _read_json(request: web.Request) -> dict[str, Any]:
+    try:
+        body = json.loads(await request.read())
+    except ValueError as error:
+        raise BadRequest(f"body: not valid JSON ({error})") from error
+    if not isinstance(body, dict):
+        raise BadRequest(f"body: a JSON object is needed, not {type(body).__name__}")
+    return body
+
+
+def _role_name(role: Role) -> str:
+    return "null" if role is Role.MIXED else role.value
+
+
+async def serve(arguments: argparse.Namespace) -> None:
+    stop = watch_for_stop()
+    core = EngineCore(
+        arguments.model,
+        Role(arguments.role),
+        kv_tokens=arguments.kv_tokens,
+        block_tokens=arguments.block_tokens,
+        prefill_chunk=arguments.prefill_chunk,
+        max_running=arguments.max_running,
+        max_waiting=arguments.max_waiting,
+        weights_version=arguments.weights_version,
+    )
+    server = EngineServer(core, await _connect_store(arguments.kv_store, core.block_nbytes))
+    runner = web.AppRunner(
+        server.application(),
+        handler_cancellation=True,
+        access_log=None,
+        keepalive_timeout=KEEPALIVE_SECONDS,
+        shutdown_timeout=SHUTDOWN_SECONDS,
+    )
+    await runner.setup()
+    site = web.TCPSite(runner, arguments.host, arguments.port)
+    await site.start()
+    bootstrap_port = await server.listen_bootstrap(arguments.host, arguments.bootstrap_port)
+    stepping = asyncio.create_task(server.run())
+    announce(port=runner.addresses[0][1], bootstrap_port=bootstrap_port)
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({stepping, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if stepping.done():
+        stepping.result()
+    server.close()
+    await runner.cleanup()
+    stepping.cancel()
+
+
+async def _connect_store(address: str | None, block_nbytes: int) -> StoreClient | None:
+    if address is None:
+        return None
+    host, _, port = address.rpartition(":")
+    try:
+        return await StoreClient.connect(host, int(port), block_nbytes)
+    except OSError as error:
+        log.warning("the KV store at %s does not answer (%s); going on without it", address, error)
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One embedded inference engine.")
+    parser.add_argument("--model", required=True, help="directory of a Qwen3 checkpoint")
+    parser.add_argument("--role", choices=[role.value for role in Role], default=Role.MIXED.value)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument("--bootstrap-port", type=int, default=0, help="where decode sides fetch KV; 0 takes a free one")
+    parser.add_argument("--kv-tokens", type=int, default=8192)
+    parser.add_argument("--block-tokens", type=int, default=16)
+    parser.add_argument("--prefill-chunk", type=int, default=512)
+    parser.add_argument("--max-running", type=int, default=32)
+    parser.add_argument("--max-waiting", type=int, default=256)
+    parser.add_argument("--kv-store", help="host:port of a running KV store; without it there is none")
+    parser.add_argument("--weights-version", type=int, default=0)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    asyncio.run(serve(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
