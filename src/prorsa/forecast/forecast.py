@@ -36,6 +36,10 @@ class Forecast:
     """K_dec (Eq. 14): KV-cache footprint of those requests at their admission."""
     decode_kv: float
     """K_now: KV-cache footprint of the requests in DECODE."""
+    admission_bias: float = 1.0
+    """Multiplies what the predicted requests add to `admitted_tokens` and `admitted_kv`."""
+    admitted_backlog: float = 0.0
+    """What the observed requests add to `admitted_tokens`."""
 
     @property
     def predicted(self) -> float:

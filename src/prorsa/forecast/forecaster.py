@@ -20,7 +20,7 @@ from prorsa.forecast.durations import Durations, Floats
 from prorsa.forecast.forecast import Forecast
 from prorsa.forecast.injection import Injection
 from prorsa.forecast.lengths import PromptLengths
-from prorsa.forecast.measure import WindowMeter
+from prorsa.forecast.measure import Measured, WindowMeter
 from prorsa.forecast.tools import ToolDurations
 from prorsa.lifecycle import events as e
 from prorsa.lifecycle.events import SandboxMode
@@ -51,6 +51,11 @@ class Arrivals(NamedTuple):
         return float(self.weight @ self.tokens)
 
 
+class Admitted(NamedTuple):
+    tokens: float
+    kv: float
+
+
 class LifecycleForecaster:
     """`Forecaster` of the paper. Learns from `observe`, and reads a snapshot without changing it."""
 
@@ -78,6 +83,7 @@ class LifecycleForecaster:
         self._any_delay = Ema(FORGET)
         self._prefill_time = PrefillTime(prefill_tokens_per_s)
         self._correction = BiasCorrection()
+        self._admission_correction = BiasCorrection()
         self._meter = WindowMeter()
 
     @property
@@ -112,10 +118,20 @@ class LifecycleForecaster:
 
     def forecast(self, snapshot: Snapshot, horizon: float, prefill_instances: Sequence[str]) -> Forecast:
         for before, measured in self._meter.finished(snapshot.time):
-            self._correction.update(before.predicted, measured.arrived_tokens)
+            self._correct(before, measured)
         made = self._forecast(snapshot, horizon, prefill_instances)
         self._meter.open(made)
         return made
+
+    def _correct(self, before: Forecast, measured: Measured) -> None:
+        arrived, admitted = measured.arrived_tokens, measured.admitted_tokens
+        if self._injection is None:
+            # Without a rule nothing is said of trajectories yet to be sampled, so what they bring is no residual.
+            arrived -= measured.new_arrived_tokens
+            admitted -= measured.new_admitted_tokens
+        self._correction.update(before.predicted, arrived)
+        foretold = (before.admitted_tokens - before.admitted_backlog) / before.admission_bias
+        self._admission_correction.update(foretold, admitted - before.admitted_backlog)
 
     def _learn_start(self, transition: Transition) -> None:
         self._lengths.add_first(transition.task, transition.tokens)
@@ -144,24 +160,27 @@ class LifecycleForecaster:
         ready, inflight = rows[State.READY], rows[State.PREFILL]
         bias = self._correction.bias
         predicted = Arrivals(*(np.concatenate(columns) for columns in zip(sampler, startup, tool, strict=True)))
-        admitted, admitted_kv = self._admissions(
+        observed, foretold = self._admissions(
             snapshot, ready, inflight, predicted._replace(weight=bias * predicted.weight), horizon, prefill_instances
         )
+        parts = sampler.volume(), startup.volume(), tool.volume()
         backlog = float(tokens[ready].sum()), float(tokens[inflight].sum())
-        volumes = sampler.volume(), startup.volume(), tool.volume()
+        admission_bias = self._admission_correction.bias
         return Forecast(
             time=snapshot.time,
             horizon=horizon,
-            sampler=volumes[0],
-            startup=volumes[1],
+            sampler=parts[0],
+            startup=parts[1],
             ready=backlog[0],
-            tool=volumes[2],
+            tool=parts[2],
             inflight=backlog[1],
             bias=bias,
-            prefill_tokens=sum(backlog) + bias * sum(volumes),
-            admitted_tokens=admitted,
-            admitted_kv=admitted_kv,
+            prefill_tokens=sum(backlog) + bias * sum(parts),
+            admitted_tokens=observed.tokens + admission_bias * foretold.tokens,
+            admitted_kv=observed.kv + admission_bias * foretold.kv,
             decode_kv=float(self._kv_footprint(tokens[rows[State.DECODE]].astype(np.float64)).sum()),
+            admission_bias=admission_bias,
+            admitted_backlog=observed.tokens,
         )
 
     def _sampler(self, snapshot: Snapshot, rows: NDArray[np.intp], horizon: float) -> Arrivals:
@@ -250,9 +269,11 @@ class LifecycleForecaster:
         predicted: Arrivals,
         horizon: float,
         prefill_instances: Sequence[str],
-    ) -> tuple[float, float]:
-        """(A_dec, K_dec), Eq. 13 and 14: the queue in order, then the predicted requests as they arrive, each on the
-        instance that is free first."""
+    ) -> tuple[Admitted, Admitted]:
+        """Eq. 13, 14: what the observed requests and what the predicted ones add to the decode admissions.
+
+        The queue is served in order, then the predicted requests as they arrive, each by the instance that is free first.
+        """
         end = snapshot.time + horizon
         holding, held = snapshot.instance[inflight], snapshot.tokens[inflight].astype(np.float64)
         free_since = np.array([self._prefill_time.free_since(name) for name in snapshot.names.instances])
@@ -260,18 +281,23 @@ class LifecycleForecaster:
         busy_until = np.full(len(free_since), snapshot.time)
         np.maximum.at(busy_until, holding, finish)
         until = dict(zip(snapshot.names.instances, busy_until.tolist(), strict=True))
+        free = [until.get(name, snapshot.time) for name in prefill_instances]
 
         queue = ready[np.argsort(snapshot.order[ready])]
         coming = np.argsort(predicted.time, kind="stable")
         arrival = np.concatenate((np.full(len(queue), snapshot.time), predicted.time[coming]))
         weight = np.concatenate((np.ones(len(queue)), predicted.weight[coming]))
         tokens = np.concatenate((snapshot.tokens[queue].astype(np.float64), predicted.tokens[coming]))
-        free = [until.get(name, snapshot.time) for name in prefill_instances]
-        queued = finish_queued(arrival, weight * self._prefill_time(tokens), free, end) < end
+        admitted = finish_queued(arrival, weight * self._prefill_time(tokens), free, end) < end
+        from_queue, coming_in = (
+            np.flatnonzero(admitted[: len(queue)]),
+            np.flatnonzero(admitted[len(queue) :]) + len(queue),
+        )
+        seen = np.concatenate((held[finish < end], tokens[from_queue]))
+        return self._admitted(seen, np.ones(len(seen))), self._admitted(tokens[coming_in], weight[coming_in])
 
-        weight = np.concatenate((np.ones(int((finish < end).sum())), weight[queued]))
-        tokens = np.concatenate((held[finish < end], tokens[queued]))
-        return float(weight @ tokens), float(weight @ self._kv_footprint(tokens))
+    def _admitted(self, tokens: Floats, weight: Floats) -> Admitted:
+        return Admitted(float(weight @ tokens), float(weight @ self._kv_footprint(tokens)))
 
 
 _NOTHING = Arrivals(np.zeros(0), np.zeros(0), np.zeros(0))

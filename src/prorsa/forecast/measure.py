@@ -21,6 +21,10 @@ class Measured:
     """Decode admissions inside the window; compares with `Forecast.admitted_tokens`."""
     arrived_tokens: float
     """Prefill request arrivals inside the window; compares with `Forecast.bias * Forecast.predicted`."""
+    new_arrived_tokens: float
+    """Of `arrived_tokens`, those of trajectories that were sampled inside the window."""
+    new_admitted_tokens: float
+    """Of `admitted_tokens`, those of trajectories that were sampled inside the window."""
 
 
 @dataclass(slots=True)
@@ -29,7 +33,34 @@ class _Window:
     end: float
     arrived: int = 0
     admitted: int = 0
+    new_arrived: int = 0
+    new_admitted: int = 0
     resent: set[str] = field(default_factory=set)
+    """Trajectories in a turn that was cancelled in this window while it was decoding."""
+
+    def observe(self, transition: Transition) -> None:
+        event = transition.event
+        new = transition.sampled_at >= self.forecast.time
+        if isinstance(event, e.Ready):
+            self.arrived += transition.tokens
+            self.new_arrived += new * transition.tokens
+        elif isinstance(event, e.DecodeStarted):
+            if event.trajectory not in self.resent:
+                self.admitted += transition.tokens
+                self.new_admitted += new * transition.tokens
+        elif isinstance(event, e.Requeued) and transition.before is State.DECODE:
+            self.resent.add(event.trajectory)
+        elif isinstance(event, e.ToolStarted):
+            self.resent.discard(event.trajectory)
+
+    def measured(self) -> Measured:
+        return Measured(
+            prefill_tokens=self.forecast.backlog + self.arrived,
+            admitted_tokens=self.admitted,
+            arrived_tokens=self.arrived,
+            new_arrived_tokens=self.new_arrived,
+            new_admitted_tokens=self.new_admitted,
+        )
 
 
 class WindowMeter:
@@ -48,32 +79,15 @@ class WindowMeter:
         self._open.append(_Window(forecast, forecast.time + forecast.horizon))
 
     def observe(self, transition: Transition) -> None:
-        event = transition.event
-        if isinstance(event, e.Ready):
-            for window in self._open:
-                if event.time < window.end:
-                    window.arrived += transition.tokens
-        elif isinstance(event, e.DecodeStarted):
-            for window in self._open:
-                if event.time < window.end and event.trajectory not in window.resent:
-                    window.admitted += transition.tokens_before
-        elif isinstance(event, e.Requeued) and transition.before is State.DECODE:
-            for window in self._open:
-                window.resent.add(event.trajectory)
-        elif isinstance(event, e.ToolStarted):
-            # The resent turn is over; the next admission of this trajectory is demand again.
-            for window in self._open:
-                window.resent.discard(event.trajectory)
+        for window in self._open:
+            if transition.event.time < window.end:
+                window.observe(transition)
 
     def finished(self, time: float) -> list[tuple[Forecast, Measured]]:
         """Close and return the windows that ended by `time`, oldest first."""
         over = [window for window in self._open if window.end <= time]
         self._open = [window for window in self._open if window.end > time]
-        return [(window.forecast, _measured(window)) for window in over]
-
-
-def _measured(window: _Window) -> Measured:
-    return Measured(window.forecast.backlog + window.arrived, window.admitted, window.arrived)
+        return [(window.forecast, window.measured()) for window in over]
 
 
 def wape(forecasts: Sequence[float], measured: Sequence[float]) -> float:
