@@ -1,0 +1,165 @@
+"""One turn of a trajectory as the router serves it, and one attempt to serve it.
+
+A turn has at most one live attempt. Only the attempt collects tokens while it lives; the turn takes them over when the
+attempt has ended, so whatever an engine sends later reaches nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from prorsa.cluster.instances import Instance
+from prorsa.cluster.turns import TurnRequest
+from prorsa.engines.protocol import Bootstrap, Chunk, EngineError, FinishReason, GenerateRequest, SamplingParams
+
+
+class End(Enum):
+    """Why an attempt ended."""
+
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    """By us: a drain, a weight update, the caller, the end of the run."""
+    REFUSED = "refused"
+    """The engine's queue was full."""
+    FAILED = "failed"
+    """An engine died, refused for good, aborted by itself or fell silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    end: End
+    reason: str
+
+
+@dataclass(eq=False)
+class Attempt:
+    """Its legs run on `prefill` and `decode`, which are the same instance where that is mixed."""
+
+    request: GenerateRequest
+    prefill: Instance
+    decode: Instance
+    started: bool = False
+    """Whether decode has: the prefill leg is done or the first token is here, whichever came first."""
+    abandoned: bool = False
+    """The caller is gone: nothing more may be recorded for the trajectory."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)
+    cached_tokens: int = 0
+    finish: FinishReason | None = None
+    error: Exception | None = None
+    progressed_at: float = 0.0
+    verdict: asyncio.Future[Verdict] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def rid(self) -> str:
+        return self.request.rid
+
+    @property
+    def mixed(self) -> bool:
+        return self.prefill is self.decode
+
+    @property
+    def accepts(self) -> bool:
+        """Whether a token that arrives now counts.
+
+        An aborted prefill can make its decode emit garbage, so once the attempt has ended only a decode that had
+        started before may still add to its output.
+        """
+        return not self.abandoned and (self.started or not self.verdict.done())
+
+    def end(self, end: End, reason: str) -> None:
+        """The first verdict stands."""
+        if not self.verdict.done():
+            self.verdict.set_result(Verdict(end, reason))
+
+    def crash(self, error: Exception) -> None:
+        """An error of ours, not of an engine: the caller of the turn gets it."""
+        self.error = self.error or error
+        self.end(End.FAILED, repr(error))
+
+    def collect(self, chunk: Chunk, time: float) -> None:
+        if len(chunk.token_ids) != len(chunk.logprobs):
+            raise EngineError(
+                f"engine {self.decode.name}: asked {self.rid}; answered {len(chunk.token_ids)} tokens with "
+                f"{len(chunk.logprobs)} log-probabilities"
+            )
+        count = len(chunk.token_ids)
+        self.tokens.extend(chunk.token_ids)
+        self.logprobs.extend(chunk.logprobs)
+        self.versions.extend([chunk.weights_version] * count)
+        self.arrivals.extend([time] * count)
+
+
+class Turn:
+    """The request, what has been generated of it so far, and what was tried."""
+
+    def __init__(self, request: TurnRequest, time: float) -> None:
+        self.request = request
+        self.ready = time
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.arrivals: list[float] = []
+        self.cached_tokens = 0
+        self.finish: FinishReason | None = None
+        self.instances: list[tuple[str, str]] = []
+        self.failures = 0
+        """Failed attempts since the last one that gave a token."""
+        self.tried: list[str] = []
+        """One line for each attempt that did not finish."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.request.trajectory}.{self.request.turn}"
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of what the next attempt has to prefill."""
+        return len(self.request.input_ids) + len(self.tokens)
+
+    @property
+    def budget(self) -> int:
+        """Tokens that may still be generated."""
+        return self.request.sampling.max_new_tokens - len(self.tokens)
+
+    def next_request(self, bootstrap: Bootstrap | None) -> GenerateRequest:
+        """The next attempt continues from the tokens retained so far, with what is left of the budget."""
+        sampling: SamplingParams = replace(self.request.sampling, max_new_tokens=self.budget)
+        rid = f"{self.name}.{len(self.instances)}"
+        return GenerateRequest(rid, (*self.request.input_ids, *self.tokens), sampling, bootstrap)
+
+    def keep(self, attempt: Attempt, verdict: Verdict) -> None:
+        """Take over what an ended attempt has produced, up to the first stop token and within the budget."""
+        count = self._valid(attempt.tokens)
+        self.tokens.extend(attempt.tokens[:count])
+        self.logprobs.extend(attempt.logprobs[:count])
+        self.versions.extend(attempt.versions[:count])
+        self.arrivals.extend(attempt.arrivals[:count])
+        if len(self.instances) == 1:
+            self.cached_tokens = attempt.cached_tokens
+        self.finish = self._finish(attempt.finish)
+        if verdict.end is End.FAILED:
+            self.failures = 0 if count else self.failures + 1
+        if verdict.end is not End.FINISHED:
+            self.tried.append(
+                f"{attempt.rid} on {' and '.join(self.instances[-1])} {verdict.end.value}: {verdict.reason}"
+            )
+
+    def _valid(self, tokens: list[int]) -> int:
+        stops = self.request.sampling.stop_token_ids
+        for index, token in enumerate(tokens[: self.budget]):
+            if token in stops:
+                return index + 1
+        return min(len(tokens), self.budget)
+
+    def _finish(self, told: FinishReason | None) -> FinishReason | None:
+        """How the turn ended, by its own tokens or by what the engine said; None where it has to go on."""
+        if self.tokens and self.tokens[-1] in self.request.sampling.stop_token_ids:
+            return FinishReason.STOP
+        if self.budget <= 0:
+            return FinishReason.LENGTH
+        return None if told is FinishReason.ABORT else told

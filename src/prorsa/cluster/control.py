@@ -1,0 +1,277 @@
+"""The control plane: tracker, forecaster, policy, router, switcher and manager put together, and weight updates.
+
+Invariants. Every event of the run goes through `apply`, once and in order: the tracker checks it, then whatever learns and
+whoever observes gets the transition. After a weight update every instance in service has the new weights, and every turn
+that was in flight goes on with the tokens that it had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from prorsa.allocation import Policy, PrefillSpeed
+from prorsa.cluster.instances import Fleet, Instance, InstanceState
+from prorsa.cluster.manager import GlobalManager, HealthLimits
+from prorsa.cluster.observers import Decision, Flip, Observer, TurnRecord
+from prorsa.cluster.router import Limits, Router
+from prorsa.cluster.switcher import Restarter, RoleSwitcher, SwitchLimits, Weights
+from prorsa.cluster.turns import TurnRequest, TurnResult
+from prorsa.engines.protocol import Engine, EngineError, EngineGone, Role
+from prorsa.forecast.forecast import Forecaster
+from prorsa.lifecycle import State, Tracker, Transition
+from prorsa.lifecycle.events import DecodeStarted, Event, PrefillStarted
+
+logger = logging.getLogger(__name__)
+
+UPDATE_TIMEOUT = 600.0
+"""Seconds that one instance may take for a weight update."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceStatus:
+    name: str
+    role: Role
+    state: InstanceState
+    prefills: int
+    decodes: int
+    kv_tokens: int
+    """Reserved for its decodes."""
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The cluster at one moment, for the live progress."""
+
+    time: float
+    version: int
+    states: dict[State, int]
+    instances: tuple[InstanceStatus, ...]
+    waiting: int
+    """Turns in the ready queue."""
+    turns: int
+    """Finished so far; so are the next four."""
+    resends: int
+    output_tokens: int
+    decisions: int
+    flips: int
+    failed_flips: int
+    errors: tuple[str, ...]
+    """Of observers, and of the manager; `stop` raises them."""
+
+
+class ControlPlane:
+    """Runs the turns of a rollout on `engines` and keeps their roles fit for it.
+
+    The engines run already, in the roles that they report. `start` before the first turn; `stop` at the end closes no engine.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        *,
+        forecaster: Forecaster,
+        policy: Policy,
+        speed: PrefillSpeed,
+        horizon: float,
+        restarter: Restarter | None = None,
+        observers: Sequence[Observer] = (),
+        limits: Limits = Limits(),  # noqa: B008
+        switch_limits: SwitchLimits = SwitchLimits(),  # noqa: B008
+        health_limits: HealthLimits = HealthLimits(),  # noqa: B008
+    ) -> None:
+        """`horizon` is S in seconds. Without a restarter a dead instance stays dead."""
+        self.tracker = Tracker()
+        self.decisions: list[Decision] = []
+        self.flips: list[Flip] = []
+        self._engines = list(engines)
+        self._forecaster = forecaster
+        self._speed = speed
+        self._observers = list(observers)
+        self._errors: list[Exception] = []
+        self._weights = Weights(0)
+        self._held = False
+        self._turns = self._resends = self._output_tokens = 0
+        self.fleet = Fleet()
+        self.router = Router(self.fleet, self.apply, self._decoded, self._turn_finished, limits)
+        self.switcher = RoleSwitcher(
+            self.fleet, self.router, restarter, lambda: self._weights, self._flipped, switch_limits
+        )
+        self.manager = GlobalManager(
+            self.tracker,
+            forecaster,
+            policy,
+            speed,
+            self.fleet,
+            self.router,
+            self.switcher,
+            horizon,
+            health_limits,
+            self._decided,
+            self._failed,
+        )
+
+    @property
+    def version(self) -> int:
+        """The weights version that turns are generated with."""
+        return self._weights.version
+
+    async def start(self) -> None:
+        """Ask every engine for its role, capacity and weights, and start to manage them. Raises `EngineError`."""
+        self.fleet.watchers.append(self._instance_changed)
+        infos = await asyncio.gather(*(engine.info() for engine in self._engines))
+        loads = await asyncio.gather(*(engine.load() for engine in self._engines))
+        versions = {info.weights_version for info in infos}
+        if len(versions) != 1:
+            raise EngineError(f"the engines start with different weights versions {sorted(versions)}; start them alike")
+        self._weights = Weights(versions.pop())
+        for engine, info, load in zip(self._engines, infos, loads, strict=True):
+            self.fleet.add(Instance(engine, info.role, load.max_tokens))
+        self.manager.start()
+
+    async def stop(self) -> None:
+        """End every turn and every task. Raises `ExceptionGroup` with what failed during the run and was not an engine."""
+        await self.manager.stop()
+        await self.router.close()
+        if self._errors:
+            raise ExceptionGroup("the run ended, but these failed during it", self._errors)
+
+    async def record(self, event: Event) -> None:
+        """Take in an event of an episode. Raises `IllegalTransition`."""
+        self.apply(event)
+
+    def apply(self, event: Event) -> None:
+        transition = self.tracker.apply(event)
+        self._learn(transition)
+        self._tell(lambda observer: observer.transition(transition))
+
+    async def generate(self, request: TurnRequest) -> TurnResult:
+        """Serve one model turn. Raises `TurnFailed`."""
+        return await self.router.generate(request)
+
+    async def pause(self) -> None:
+        """Cancel every live attempt, keeping its tokens, and let nothing start until `resume`. Waits for flips to end."""
+        await self.switcher.lock.acquire()
+        self._held = self.manager.paused = True
+        self.router.pause()
+        await self.router.cancel_all("generation is paused")
+
+    def resume(self) -> None:
+        self._held = self.manager.paused = False
+        self.switcher.lock.release()
+        self.router.resume()
+
+    async def update_weights(self, path: str, version: int) -> None:
+        """Give every instance the checkpoint at `path` as `version`; turns in flight go on with it.
+
+        An instance that fails is taken out and restarted with the new weights. Where all fail, the old weights stay and
+        EngineError is raised. May be called between `pause` and `resume`.
+        """
+        if self._held:
+            await self._update_all(Weights(version, path))
+            return
+        await self.pause()
+        try:
+            await self._update_all(Weights(version, path))
+        finally:
+            self.resume()
+
+    def status(self) -> Status:
+        return Status(
+            time=asyncio.get_running_loop().time(),
+            version=self.version,
+            states=self.tracker.counts(),
+            instances=tuple(
+                InstanceStatus(i.name, i.role, i.state, i.prefills, i.decodes, i.kv_tokens, i.capacity)
+                for i in self.fleet
+            ),
+            waiting=self.router.waiting,
+            turns=self._turns,
+            resends=self._resends,
+            output_tokens=self._output_tokens,
+            decisions=len(self.decisions),
+            flips=sum(flip.failure is None for flip in self.flips),
+            failed_flips=sum(flip.failure is not None for flip in self.flips),
+            errors=tuple(str(error) for error in self._errors),
+        )
+
+    # Weight updates.
+
+    async def _update_all(self, weights: Weights) -> None:
+        instances = [instance for instance in self.fleet if instance.state is InstanceState.ROUTED]
+        errors = await asyncio.gather(*(self._update(instance, weights) for instance in instances))
+        failed = [(instance, error) for instance, error in zip(instances, errors, strict=True) if error is not None]
+        if instances and len(failed) == len(instances):
+            self._bury_gone(failed)
+            raise EngineError(f"weights {weights.version} at {weights.path} reached no instance: {failed[0][1]}")
+        self._weights = weights
+        for instance, error in failed:
+            self.router.bury(instance, f"weight update failed: {error}")
+
+    async def _update(self, instance: Instance, weights: Weights) -> Exception | None:
+        assert weights.path is not None
+        instance.lose_cache()
+        try:
+            async with asyncio.timeout(UPDATE_TIMEOUT):
+                await instance.engine.update_weights(weights.path, weights.version)
+                reported = (await instance.engine.info()).weights_version
+        except (EngineError, TimeoutError) as error:
+            return error
+        if reported != weights.version:
+            return EngineError(f"instance {instance.name}: updated to weights {weights.version}, it reports {reported}")
+        return None
+
+    def _bury_gone(self, failed: list[tuple[Instance, Exception]]) -> None:
+        """A checkpoint that no engine accepts is at fault itself; only those that do not even answer are dead."""
+        for instance, error in failed:
+            if isinstance(error, EngineGone | TimeoutError):
+                self.router.bury(instance, f"weight update failed: {error}")
+
+    # What the parts report.
+
+    def _learn(self, transition: Transition) -> None:
+        self._forecaster.observe(transition)
+        event = transition.event
+        if isinstance(event, PrefillStarted):
+            self._speed.started(event.instance, event.trajectory, transition.tokens, event.time)
+        elif transition.before is State.PREFILL and transition.instance is not None:
+            ended = self._speed.finished if isinstance(event, DecodeStarted) else self._speed.cancelled
+            ended(transition.instance, event.trajectory, event.time)
+
+    def _decoded(self, trajectory: str, tokens: int) -> None:
+        self.tracker.decoded(trajectory, tokens)
+        self._output_tokens += tokens
+
+    def _turn_finished(self, turn: TurnRecord) -> None:
+        self._turns += 1
+        self._resends += turn.attempts - 1
+        self._tell(lambda observer: observer.turn(turn))
+
+    def _decided(self, decision: Decision) -> None:
+        self.decisions.append(decision)
+        self._tell(lambda observer: observer.decision(decision))
+
+    def _flipped(self, flip: Flip) -> None:
+        self.flips.append(flip)
+        self._tell(lambda observer: observer.flip(flip))
+
+    def _instance_changed(self, instance: Instance) -> None:
+        now = asyncio.get_running_loop().time()
+        self._tell(lambda observer: observer.instance(now, instance.name, instance.role, instance.state))
+
+    def _tell(self, call: Callable[[Observer], None]) -> None:
+        """An observer that fails costs its own observations, not the run."""
+        for observer in list(self._observers):
+            try:
+                call(observer)
+            except Exception as error:
+                self._observers.remove(observer)
+                self._failed(f"observer {type(observer).__name__}", error)
+
+    def _failed(self, what: str, error: Exception) -> None:
+        logger.error("%s failed; the run goes on without it", what, exc_info=error)
+        error.add_note(f"(raised by the {what} during the run)")
+        self._errors.append(error)

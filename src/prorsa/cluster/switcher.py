@@ -1,0 +1,213 @@
+"""The role switcher: unroute, cancel, wait idle, flip, verify the reported role, reroute (paper, Appendix C).
+
+Invariants. Flips and weight updates exclude each other by one lock. A flip that does nothing, fails half-way, lies or takes
+too long takes its instance out of service; a restart brings it back with the role that is wanted and the weights that are
+current. A flip never takes the last routed instance of a role.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from prorsa.allocation import Allocation
+from prorsa.cluster.instances import Fleet, Instance, InstanceState
+from prorsa.cluster.observers import Flip
+from prorsa.cluster.router import Router
+from prorsa.engines.protocol import Engine, EngineBusy, EngineError, Role
+
+logger = logging.getLogger(__name__)
+
+
+class FlipRefused(Exception):
+    """The flip would do harm or makes no sense now; nothing was changed. The message names the instance and why."""
+
+
+class Restarter(Protocol):
+    """Who owns the engine processes."""
+
+    async def restart(self, name: str, role: Role) -> Engine:
+        """Stop whatever is left of the instance and start it anew. Raises `EngineError`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights that every instance must have. `path` is None for those that the engines started with."""
+
+    version: int
+    path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchLimits:
+    """Bounds of a flip and of a restart, seconds."""
+
+    idle_timeout: float = 30.0
+    """From the end of the cancelling until the engine reports that it is idle."""
+    idle_poll: float = 0.02
+    """How often the engine is asked: it gives no signal."""
+    flip_timeout: float = 120.0
+    restart_timeout: float = 600.0
+
+
+class RoleSwitcher:
+    """`lock` is held by whoever changes engines: one allocation's flips, a weight update, the joining of a restarted one."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        router: Router,
+        restarter: Restarter | None,
+        weights: Callable[[], Weights],
+        flipped: Callable[[Flip], None],
+        limits: SwitchLimits,
+    ) -> None:
+        self.lock = asyncio.Lock()
+        self._fleet = fleet
+        self._router = router
+        self._restarter = restarter
+        self._weights = weights
+        self._flipped = flipped
+        self._limits = limits
+        self._in_hand: set[str] = set()
+
+    async def apply(self, target: Allocation) -> list[Flip]:
+        """Flip as many instances as bring the roles in service nearest to `target`, all at once."""
+        async with self.lock:
+            changes = self._plan(target)
+            return list(await asyncio.gather(*(self._flip(instance, role) for instance, role in changes)))
+
+    async def flip(self, name: str, role: Role) -> Flip:
+        """Flip one instance. Raises `FlipRefused`."""
+        instance = self._fleet[name]
+        self._check(instance, role)
+        self._in_hand.add(name)
+        try:
+            async with self.lock:
+                self._check_kept(instance, role)
+                return await self._flip(instance, role)
+        finally:
+            self._in_hand.discard(name)
+
+    async def restart(self, instance: Instance, role: Role) -> None:
+        """Bring a dead instance back into service. Raises `EngineError` or `TimeoutError`; it stays dead then."""
+        if self._restarter is None:
+            raise EngineError(f"instance {instance.name}: nobody can restart it (no restarter was given)")
+        async with asyncio.timeout(self._limits.restart_timeout):
+            engine = await self._restarter.restart(instance.name, role)
+        former, instance.engine = instance.engine, engine
+        if former is not engine:
+            await former.close()
+        async with self.lock, asyncio.timeout(self._limits.restart_timeout):
+            await self._join(instance, role)
+
+    async def _join(self, instance: Instance, role: Role) -> None:
+        """Check a restarted instance, give it the current weights and route it."""
+        engine, weights = instance.engine, self._weights()
+        info = await engine.info()
+        if weights.path is not None and info.weights_version != weights.version:
+            await engine.update_weights(weights.path, weights.version)
+            info = await engine.info()
+        if info.role is not role or info.weights_version != weights.version:
+            raise EngineError(
+                f"instance {instance.name}: restarted as {role} with weights {weights.version}, but it reports "
+                f"{info.role} with weights {info.weights_version}"
+            )
+        instance.capacity = (await engine.load()).max_tokens
+        instance.lose_cache()
+        self._fleet.move(instance, InstanceState.ROUTED, role)
+
+    def _plan(self, target: Allocation) -> list[tuple[Instance, Role]]:
+        """The least loaded instances of the role that has too many, for as long as the other has too few.
+
+        Only one role can have too many where the other has too few, so every flip goes the same way: the target, which has
+        one of each role at least, stays routed of the role that shrinks while they run at the same time.
+        """
+        current = self._fleet.in_service
+        more_decode = min(current.prefill - target.prefill, target.decode - current.decode)
+        more_prefill = min(current.decode - target.decode, target.prefill - current.prefill)
+        shrinking, growing = (Role.PREFILL, Role.DECODE) if more_decode > 0 else (Role.DECODE, Role.PREFILL)
+        pool = self._fleet.pool(shrinking)
+        count = min(max(more_decode, more_prefill, 0), len(pool) - 1)
+        return [(instance, growing) for instance in sorted(pool, key=lambda instance: instance.load)[: max(count, 0)]]
+
+    def _check(self, instance: Instance, role: Role) -> None:
+        if instance.name in self._in_hand or instance.state in (InstanceState.DRAINING, InstanceState.FLIPPING):
+            raise FlipRefused(f"instance {instance.name}: a flip to {role} was asked while another is going on")
+        self._check_kept(instance, role)
+
+    def _check_kept(self, instance: Instance, role: Role) -> None:
+        if instance.state is not InstanceState.ROUTED:
+            raise FlipRefused(f"instance {instance.name}: it is {instance.state}, so it cannot become {role}")
+        if instance.role is role:
+            raise FlipRefused(f"instance {instance.name}: it is {role} already")
+        if instance.role is not Role.MIXED and len(self._fleet.pool(instance.role)) == 1:
+            raise FlipRefused(f"instance {instance.name}: it is the last {instance.role} instance in service")
+
+    async def _flip(self, instance: Instance, role: Role) -> Flip:
+        """One flip, with the lock held. It never raises for what an engine does: the record says how it ended."""
+        now = asyncio.get_running_loop().time
+        before, start = instance.role, now()
+        idle_at: float | None = None
+        cancelled, failure = 0, None
+        self._fleet.move(instance, InstanceState.DRAINING)
+        try:
+            cancelled = await self._router.drain(instance, f"instance {instance.name} becomes {role}")
+            await self._wait_idle(instance)
+            idle_at = now()
+            self._step(instance, InstanceState.DRAINING, InstanceState.FLIPPING)
+            await self._become(instance, role)
+            self._step(instance, InstanceState.FLIPPING, InstanceState.ROUTED, role)
+        except (EngineError, TimeoutError) as error:
+            failure = str(error)
+            self._router.bury(instance, failure)
+        end = now()
+        flip = Flip(
+            time=start,
+            instance=instance.name,
+            before=before,
+            after=role,
+            cancelled=cancelled,
+            drain_s=(idle_at or end) - start,
+            flip_s=end - (idle_at or end),
+            failure=failure,
+        )
+        self._flipped(flip)
+        return flip
+
+    def _step(self, instance: Instance, before: InstanceState, after: InstanceState, role: Role | None = None) -> None:
+        if instance.state is not before:
+            raise EngineError(f"instance {instance.name}: it was found {instance.state} while it was {before}")
+        if role is not None:
+            instance.lose_cache()
+        self._fleet.move(instance, after, role)
+
+    async def _wait_idle(self, instance: Instance) -> None:
+        try:
+            async with asyncio.timeout(self._limits.idle_timeout):
+                while not (await instance.engine.load()).idle:  # noqa: ASYNC110
+                    await asyncio.sleep(self._limits.idle_poll)
+        except TimeoutError:
+            raise TimeoutError(f"instance {instance.name} was not idle after {self._limits.idle_timeout} s") from None
+
+    async def _become(self, instance: Instance, role: Role) -> None:
+        try:
+            async with asyncio.timeout(self._limits.flip_timeout):
+                await self._switch(instance, role)
+                reported = (await instance.engine.info()).role
+        except TimeoutError:
+            raise TimeoutError(f"instance {instance.name} was not {role} after {self._limits.flip_timeout} s") from None
+        if reported is not role:
+            raise EngineError(f"instance {instance.name}: asked to become {role}; it still reports {reported}")
+
+    async def _switch(self, instance: Instance, role: Role) -> None:
+        """An engine may report idle a moment before it agrees to flip."""
+        while True:
+            try:
+                return await instance.engine.switch_role(role)
+            except EngineBusy:
+                await asyncio.sleep(self._limits.idle_poll)

@@ -1,0 +1,293 @@
+"""An in-memory cluster of engines for tests: a deterministic model, prefill-decode semantics, and faults on request.
+
+The next token is a function of the context alone, so any run can be compared with `reference`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from prorsa.engines.protocol import (
+    Bootstrap,
+    Chunk,
+    EngineBusy,
+    EngineError,
+    EngineGone,
+    EngineInfo,
+    FinishReason,
+    GenerateRequest,
+    Load,
+    Role,
+    SamplingParams,
+)
+
+VOCABULARY = 97
+STOP = 0
+GARBAGE = 9999
+"""A token that the model never gives."""
+
+
+class Model:
+    """next token = hash of the context."""
+
+    def __init__(self, context: Sequence[int]) -> None:
+        self._hash = 17
+        for token in context:
+            self._push(token)
+
+    def _push(self, token: int) -> None:
+        self._hash = (self._hash * 1_000_003 + token + 1) % (1 << 61)
+
+    def step(self) -> tuple[int, float]:
+        token = (self._hash >> 20) % VOCABULARY
+        self._push(token)
+        return token, -(token + 1) / VOCABULARY
+
+
+def reference(input_ids: Sequence[int], sampling: SamplingParams) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """(tokens, log-probabilities) of a run that nothing disturbs."""
+    model = Model(input_ids)
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    while len(tokens) < sampling.max_new_tokens:
+        token, logprob = model.step()
+        tokens.append(token)
+        logprobs.append(logprob)
+        if token in sampling.stop_token_ids:
+            break
+    return tuple(tokens), tuple(logprobs)
+
+
+class Dead(Exception):
+    """Interrupts the legs of an engine that dies."""
+
+
+@dataclass(eq=False)
+class Leg:
+    rid: str
+    interrupt: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Resolved by an abort, failed by death."""
+
+
+class World:
+    """Where prefill and decode sides meet: one future a room, resolved when the KV cache has been handed over."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[Bootstrap, asyncio.Future[None]] = {}
+        self.aborts: list[tuple[str, str | None]] = []
+        """(engine, rid) of every abort that arrived."""
+
+    def room(self, bootstrap: Bootstrap) -> asyncio.Future[None]:
+        return self._rooms.setdefault(bootstrap, asyncio.get_running_loop().create_future())
+
+
+class FakeEngine:
+    """Times in seconds of loop time. Faults are attributes that a test sets."""
+
+    def __init__(
+        self,
+        name: str,
+        world: World,
+        role: Role,
+        *,
+        version: int = 0,
+        capacity: int = 100_000,
+        prefill_s: float = 0.1,
+        token_s: float = 0.01,
+        flip_s: float = 0.5,
+        update_s: float = 1.0,
+    ) -> None:
+        self.name = name
+        self.bootstrap_host = name
+        self.bootstrap_port = 1
+        self.world = world
+        self.role = role
+        self.version = version
+        self.capacity = capacity
+        self.prefill_s = prefill_s
+        self.token_s = token_s
+        self.flip_s = flip_s
+        self.update_s = update_s
+        self.legs: dict[str, Leg] = {}
+        self.served: list[str] = []
+        """The rid of every leg it accepted."""
+        self.flips = 0
+        self.dead = False
+        self.hung = False
+        """Accepts everything and gives nothing; answers health checks."""
+        self.refuse = 0
+        """How many more requests are refused as busy."""
+        self.flip_fault: str | None = None
+        """noop, fail, hang, die or late: the role changes after the call returned."""
+        self.update_fault: str | None = None
+        """fail, lie or die."""
+        self.late_tokens = 0
+        """Tokens that are still given after an abort."""
+        self.deaf = False
+        """Ignores aborts."""
+        self.spoils_aborted_prefills = False
+        """Gives garbage from a decode that is aborted before its KV cache arrived."""
+        self.closed = False
+
+    # The stream.
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        self._answer()
+        if self.refuse > 0:
+            self.refuse -= 1
+            raise EngineBusy(f"engine {self.name}: asked {request.rid}; answered 503: queue full")
+        assert request.rid not in self.legs, f"{request.rid} is live on {self.name} already"
+        leg = self.legs[request.rid] = Leg(request.rid)
+        self.served.append(request.rid)
+        try:
+            stream = self._prefill if self.role is Role.PREFILL else self._decode
+            async for chunk in stream(request, leg):
+                yield chunk
+        except Dead:
+            raise EngineGone(f"engine {self.name}: asked {request.rid}; the stream broke off") from None
+        finally:
+            leg.interrupt.cancel()
+            self.legs.pop(request.rid, None)
+
+    async def _prefill(self, request: GenerateRequest, leg: Leg) -> AsyncIterator[Chunk]:
+        assert request.bootstrap is not None
+        assert request.bootstrap.host == self.name, "a prefill leg has to meet its decode at its own bootstrap server"
+        if await self._interrupted(leg, self.prefill_s):
+            yield self._abort_chunk()
+            return
+        room = self.world.room(request.bootstrap)
+        if not room.done():
+            room.set_result(None)
+        yield Chunk((), (), self.version, len(request.input_ids) // 2, FinishReason.LENGTH)
+
+    async def _decode(self, request: GenerateRequest, leg: Leg) -> AsyncIterator[Chunk]:
+        if request.bootstrap is not None:
+            arrived: asyncio.Future[None] = asyncio.shield(self.world.room(request.bootstrap))
+            await asyncio.wait({arrived, leg.interrupt}, return_when=asyncio.FIRST_COMPLETED)
+            if not arrived.done():
+                if not leg.interrupt.cancelled():
+                    leg.interrupt.result()
+                if self.spoils_aborted_prefills:
+                    yield Chunk((GARBAGE,), (0.0,), self.version)
+                yield self._abort_chunk()
+                return
+        elif await self._interrupted(leg, self.prefill_s):
+            yield self._abort_chunk()
+            return
+        model, late = Model(request.input_ids), self.late_tokens
+        for index in range(request.sampling.max_new_tokens):
+            if (index > 0 or self.hung) and await self._interrupted(leg, self.token_s):
+                if late == 0:
+                    yield self._abort_chunk()
+                    return
+                late -= 1
+                await asyncio.sleep(self.token_s)
+            token, logprob = model.step()
+            finish = None
+            if token in request.sampling.stop_token_ids:
+                finish = FinishReason.STOP
+            elif index + 1 == request.sampling.max_new_tokens:
+                finish = FinishReason.LENGTH
+            yield Chunk((token,), (logprob,), self.version, 0, finish)
+            if finish is not None:
+                return
+
+    async def _interrupted(self, leg: Leg, seconds: float) -> bool:
+        await asyncio.wait({leg.interrupt}, timeout=None if self.hung else seconds)
+        if leg.interrupt.done():
+            leg.interrupt.result()
+            return True
+        return False
+
+    def _abort_chunk(self) -> Chunk:
+        return Chunk((), (), self.version, 0, FinishReason.ABORT)
+
+    # Control.
+
+    async def abort(self, rid: str | None = None) -> None:
+        self._answer()
+        self.world.aborts.append((self.name, rid))
+        if self.deaf:
+            return
+        for leg in self.legs.values():
+            if (rid is None or leg.rid == rid) and not leg.interrupt.done():
+                leg.interrupt.set_result(None)
+
+    async def load(self) -> Load:
+        self._answer()
+        return Load(len(self.legs), 0, 0, self.capacity)
+
+    async def info(self) -> EngineInfo:
+        self._answer()
+        return EngineInfo(self.role, self.version, "model")
+
+    async def switch_role(self, role: Role) -> None:
+        self._answer()
+        if self.legs:
+            raise EngineBusy(f"engine {self.name}: not idle: {list(self.legs)}")
+        if self.flip_fault == "hang":
+            await asyncio.get_running_loop().create_future()
+        await asyncio.sleep(self.flip_s)
+        self._answer()
+        match self.flip_fault:
+            case "noop":
+                return
+            case "fail":
+                raise EngineError(f"engine {self.name}: rebuild failed")
+            case "die":
+                self.die()
+                self._answer()
+        self.flips += 1
+        self.role = role
+
+    async def update_weights(self, path: str, version: int) -> None:
+        self._answer()
+        await self.abort()
+        await asyncio.sleep(self.update_s)
+        match self.update_fault:
+            case "lie":
+                return
+            case "fail":
+                raise EngineError(f"engine {self.name}: cannot read {path}")
+            case "die":
+                self.die()
+        self._answer()
+        self.version = version
+
+    async def healthy(self) -> bool:
+        return not self.dead
+
+    async def close(self) -> None:
+        self.closed = True
+
+    def die(self) -> None:
+        self.dead = True
+        for leg in self.legs.values():
+            if not leg.interrupt.done():
+                leg.interrupt.set_exception(Dead())
+
+    def _answer(self) -> None:
+        if self.dead:
+            raise EngineGone(f"engine {self.name}: no answer")
+
+
+class FakeRestarter:
+    """Starts engines like those that died; `failures` restarts fail first."""
+
+    def __init__(self, world: World, seconds: float = 2.0) -> None:
+        self.world = world
+        self.seconds = seconds
+        self.failures = 0
+        self.restarted: list[tuple[str, Role]] = []
+        self.engines: dict[str, FakeEngine] = {}
+
+    async def restart(self, name: str, role: Role) -> FakeEngine:
+        await asyncio.sleep(self.seconds)
+        if self.failures > 0:
+            self.failures -= 1
+            raise EngineError(f"engine {name}: did not come up")
+        self.restarted.append((name, role))
+        self.engines[name] = FakeEngine(name, self.world, role)
+        return self.engines[name]
