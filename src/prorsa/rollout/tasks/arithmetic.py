@@ -12,10 +12,11 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, get_args
 
 from prorsa.rollout.tasks import base
-from prorsa.rollout.tasks.base import Question, Split, ToolCall
+from prorsa.rollout.tasks.base import Message, Question, Split, ToolCall
 
 Operation = Literal["add", "subtract", "subtract_from", "multiply"]
 
@@ -104,7 +105,10 @@ class ArithmeticTask:
 
     def questions(self, split: Split, n: int, seed: int) -> list[Question]:
         problems = worded_problems(split, seed)
-        return [_question(f"{self.name}-{split}-{seed}-{i}", *next(problems)) for i in range(n)]
+        return [
+            Question(f"{self.name}-{split}-{seed}-{index}", conversation(text), str(problem.answer))
+            for index, (problem, text) in enumerate(islice(problems, n))
+        ]
 
     def reward(self, question: Question, final_text: str) -> float:
         """1.0 if the number after the last "answer" is the truth, in plain digits; 0.0 for whatever else."""
@@ -114,6 +118,10 @@ class ArithmeticTask:
 
     def parse_tool_call(self, text: str) -> ToolCall | None:
         return base.parse_tool_call(text)
+
+
+def conversation(text: str) -> tuple[Message, ...]:
+    return {"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": text}
 
 
 def worded_problems(split: Split, seed: int) -> Iterator[tuple[Problem, str]]:
@@ -155,8 +163,3 @@ def _word(problem: Problem, rng: random.Random) -> str:
     sentences = [rng.choice(_FIRST[first.operation]).format(a=problem.start, b=first.number)]
     sentences += [rng.choice(_NEXT[step.operation]).format(b=step.number) for step in rest]
     return " ".join(sentences)
-
-
-def _question(id: str, problem: Problem, text: str) -> Question:
-    messages = ({"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": text})
-    return Question(id, messages, str(problem.answer))
