@@ -1,0 +1,60 @@
+"""Proof that verl really uses each of our extension points.
+
+verl reports a failing plugin at DEBUG level only, and an extension point that its configuration does not name is simply the
+stock one. So each of ours leaves a mark when verl constructs it, and a run without all its marks is stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from prorsa.integrations.verl.settings import Settings
+
+
+class NotLoaded(Exception):
+    """verl runs without one of our extension points; the message names each one and the remedy."""
+
+
+REMEDIES = {
+    "plugin": "entry point prorsa of the group verl.plugins: install prorsa in verl's environment and leave "
+    "VERL_USE_EXTERNAL_PLUGINS unset",
+    "platform": "platform cpu: set VERL_PLATFORM=cpu",
+    "replica": "rollout replica: set actor_rollout_ref.rollout.name=prorsa",
+    "router": "router class: set actor_rollout_ref.rollout.router_config_path",
+    "adapter": "weight adapter: set actor_rollout_ref.rollout.name=prorsa and mode=async",
+    "checkpoint": "checkpoint engine: set actor_rollout_ref.rollout.checkpoint_engine.backend=prorsa and "
+    "custom_backend_module=prorsa.integrations.verl.checkpoint",
+    "sampler": "replay buffer: set trainer.v1.sampler.custom_sampler.path=pkg://prorsa.integrations.verl.sampler and name",
+    "agent": "agent loop: set actor_rollout_ref.rollout.agent.agent_loop_config_path and default_agent_loop=prorsa",
+}
+"""Extension point -> what it is and what makes verl load it. `prorsa train` sets all of them."""
+
+
+def mark(settings: Settings, point: str) -> None:
+    """Leave the mark of an extension point that verl has just constructed."""
+    path = _marks(settings) / point
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+
+
+def require(settings: Settings, points: Iterable[str]) -> None:
+    """Raise `NotLoaded` unless verl has constructed all of `points`."""
+    refuse([point for point in points if not (_marks(settings) / point).exists()])
+
+
+def refuse(missing: Iterable[str]) -> None:
+    """Raise `NotLoaded` if there is any of `missing`."""
+    problems = [f"verl has not loaded Prorsa's {REMEDIES[point]}" for point in missing]
+    if problems:
+        raise NotLoaded("\n".join(problems))
+
+
+def expected(mode: str) -> tuple[str, ...]:
+    """The extension points that a run of `train.mode` uses, apart from those that the driver itself checks."""
+    weights = "adapter" if mode == "sync" else "checkpoint"
+    return "replica", "router", weights, "sampler", "agent"
+
+
+def _marks(settings: Settings) -> Path:
+    return Path(settings.work_dir) / "loaded"

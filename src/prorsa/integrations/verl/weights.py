@@ -1,0 +1,67 @@
+"""Weights on their way from the trainer to the engines: one safetensors checkpoint directory a version.
+
+A directory appears under its final name only when it is complete, and goes when every engine has loaded a later one.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+
+from prorsa.integrations.verl.settings import SERVER, Settings
+
+if TYPE_CHECKING:
+    import torch
+
+NamedTensors = Iterable[tuple[str, "torch.Tensor"]] | AsyncIterable[tuple[str, "torch.Tensor"]]
+
+
+async def publish(weights: NamedTensors, version: int | None, settings: Settings, leader: bool) -> None:
+    """Bring `weights` to every engine as `version`, verl's global step. Returns when they all serve it.
+
+    Every trainer rank calls it and drains `weights`, since gathering a sharded tensor takes all of them; the leader does
+    the rest.
+    """
+    if version is None:
+        raise ValueError("verl updated the weights without a global step; Prorsa needs one as their version")
+    if not leader:
+        async for _ in _each(weights):
+            pass
+        return
+    path = await write_checkpoint(weights, settings, version)
+    router = await ray.get_actor(SERVER.format(rank=0)).router.remote()
+    await router.update_weights.remote(str(path), version)
+    remove_others(path)
+
+
+async def write_checkpoint(weights: NamedTensors, settings: Settings, version: int) -> Path:
+    """Write `weights`, with the model's configuration beside them, and return the directory."""
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.detach().cpu().clone().contiguous() async for name, tensor in _each(weights)}
+    final = settings.weights_dir / f"version-{version}"
+    partial = final.with_suffix(".partial")
+    partial.mkdir(parents=True)
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    shutil.copyfile(Path(settings.config().model.path) / "config.json", partial / "config.json")
+    return partial.rename(final)
+
+
+def remove_others(path: Path) -> None:
+    """Remove every checkpoint beside `path`."""
+    for other in path.parent.iterdir():
+        if other != path:
+            shutil.rmtree(other)
+
+
+async def _each(weights: NamedTensors) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    if isinstance(weights, AsyncIterable):
+        async for item in weights:
+            yield item
+    else:
+        for item in weights:
+            yield item
