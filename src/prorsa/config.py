@@ -48,6 +48,11 @@ class Cluster(Section):
     kv_store_tokens: int = Field(default=65536, ge=0)
     """Capacity of the KV store outside the instances, tokens; 0 runs without one."""
 
+    @property
+    def budget(self) -> int:
+        """G."""
+        return self.gpus or self.instances * max(self.gpus_per_prefill, self.gpus_per_decode)
+
 
 class Policy(Section):
     name: Literal["adaptive", "static", "colocated"] = "adaptive"

@@ -1,0 +1,163 @@
+"""Puts the rooms together as a configuration says. `prorsa rollout`, `prorsa verify` and the verl plugin all build here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime
+from pathlib import Path
+
+from prorsa.allocation import Adaptive, Colocated, Policy, PrefillSpeed, Static
+from prorsa.cluster.control import ControlPlane
+from prorsa.cluster.observers import Observer
+from prorsa.cluster.router import Limits
+from prorsa.config import Config, ConfigError
+from prorsa.engines.launcher import EmbeddedLauncher
+from prorsa.engines.protocol import Role, SamplingParams
+from prorsa.forecast.forecaster import LifecycleForecaster
+from prorsa.forecast.injection import FixedRate, GroupReplenishment, Injection, ReplaceOnReward
+from prorsa.rollout.episode import Bounds, Environment
+from prorsa.rollout.rewards.exact import ExactReward
+from prorsa.rollout.sandboxes.base import Sandboxes
+from prorsa.rollout.sandboxes.pool import SandboxPool
+from prorsa.rollout.tasks.arithmetic import ArithmeticTask
+from prorsa.rollout.tasks.base import Task
+from prorsa.rollout.tokenizer import ChatTokenizer
+from prorsa.rollout.tools.python import PythonTool
+
+TASKS: dict[str, type[Task]] = {"arithmetic": ArithmeticTask}
+
+
+def instance_roles(config: Config) -> dict[str, Role]:
+    """The instances by name, with the roles that they start in."""
+    prefill, decode = config.policy.initial_split(config.cluster.instances)
+    if (prefill, decode) == (0, 0):
+        roles = [Role.MIXED] * config.cluster.instances
+    else:
+        roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
+    return {f"engine-{index}": role for index, role in enumerate(roles)}
+
+
+def build_launcher(config: Config, log_dir: Path) -> EmbeddedLauncher:
+    cluster = config.cluster
+    return EmbeddedLauncher(
+        checkpoint(config),
+        kv_tokens=cluster.kv_tokens,
+        block_tokens=cluster.block_tokens,
+        prefill_chunk=cluster.prefill_chunk,
+        max_running=cluster.max_running,
+        max_waiting=cluster.max_waiting,
+        kv_store_tokens=cluster.kv_store_tokens,
+        log_dir=log_dir,
+    )
+
+
+def checkpoint(config: Config) -> str:
+    """The model's directory. Raises `ConfigError` where there is none."""
+    path = Path(config.model.path)
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"model.path={config.model.path!r}: no config.json there; give the directory of a Hugging Face checkpoint "
+            f"(a relative path starts at {os.getcwd()})"
+        )
+    return str(path)
+
+
+def build_policy(config: Config) -> Policy:
+    cluster, policy = config.cluster, config.policy
+    match policy.name:
+        case "colocated":
+            return Colocated()
+        case "static":
+            return Static(*policy.initial_split(cluster.instances))
+        case "adaptive":
+            return Adaptive(cluster.gpus_per_prefill, cluster.gpus_per_decode, cluster.budget)
+
+
+def build_injection(config: Config) -> Injection | None:
+    """The rule that launches trajectories; None in synchronous rollout."""
+    rollout = config.rollout
+    if rollout.mode == "sync":
+        return None
+    match rollout.injection:
+        case "replace_on_reward":
+            return ReplaceOnReward()
+        case "fixed_rate":
+            return FixedRate(rollout.injection_rate)
+        case "group_replenishment":
+            return GroupReplenishment(rollout.group_size)
+
+
+@asynccontextmanager
+async def running_cluster(
+    config: Config, log_dir: Path, observers: Sequence[Observer], injection: Injection | None
+) -> AsyncIterator[ControlPlane]:
+    """Engines in processes of their own and the control plane over them; leaving it ends them all."""
+    launcher = build_launcher(config, log_dir)
+    try:
+        async with asyncio.TaskGroup() as starts:
+            engines = [starts.create_task(launcher.start(*instance)) for instance in instance_roles(config).items()]
+        control = ControlPlane(
+            [engine.result() for engine in engines],
+            forecaster=LifecycleForecaster(injection, config.policy.prefill_tokens_per_s),
+            policy=build_policy(config),
+            speed=PrefillSpeed(config.policy.prefill_tokens_per_s),
+            horizon=config.policy.horizon,
+            restarter=launcher,
+            observers=observers,
+            limits=Limits(decode_slots=config.cluster.max_running, decode_headroom=config.sampling.max_new_tokens),
+        )
+        await control.start()
+        try:
+            yield control
+        finally:
+            await control.stop()
+    finally:
+        await launcher.close()
+
+
+def build_task(config: Config) -> Task:
+    return TASKS[config.task.name]()
+
+
+def build_sandboxes(config: Config) -> SandboxPool:
+    sandbox = config.sandbox
+    return SandboxPool(sandbox.prewarmed, sandbox.timeout, sandbox.memory_mb, sandbox.file_mb)
+
+
+def build_environment(config: Config, sandboxes: Sandboxes) -> Environment:
+    task, sampling = build_task(config), config.sampling
+    python = PythonTool()
+    return Environment(
+        task=task,
+        tokenizer=ChatTokenizer(checkpoint(config)),
+        sandboxes=sandboxes,
+        tools={python.name: python},
+        reward=ExactReward(task),
+        bounds=Bounds(
+            sampling=SamplingParams(
+                max_new_tokens=sampling.max_new_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+            ),
+            max_turns=config.task.max_turns,
+            max_context=config.model.max_context,
+        ),
+    )
+
+
+def new_run_dir(config: Config) -> Path:
+    """A fresh directory `run_dir/name-DATE-TIME`, with a number behind where that exists."""
+    base = Path(config.run_dir) / f"{config.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    path, number = base, 1
+    while True:
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            path = base.with_name(f"{base.name}-{number}")
+        else:
+            return path
