@@ -200,13 +200,15 @@ def _rotations(config: ModelConfig) -> NDArray[np.complex64]:
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
     frequencies = np.float32(1.0) / np.power(np.float32(config.rope_theta), exponents)
     angles = np.arange(config.context, dtype=np.float32)[:, None] * frequencies
-    return np.cos(angles) + np.complex64(1j) * np.sin(angles)
+    rotations: NDArray[np.complex64] = np.cos(angles) + np.complex64(1j) * np.sin(angles)
+    return rotations
 
 
 def _normed(x: Array, epsilon: float) -> Array:
     squares = np.vecdot(x, x)
     squares += np.float32(epsilon * x.shape[-1])
-    return x / np.sqrt(squares, out=squares)[..., None]
+    normed: Array = x / np.sqrt(squares, out=squares)[..., None]
+    return normed
 
 
 def _norm_in_place(x: Array, epsilon: float) -> None:
@@ -253,6 +255,6 @@ def _weighted(scores: Array, values: Array) -> Array:
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     totals = scores.sum(axis=-1, keepdims=True)
-    result = np.matmul(scores, values)
+    result: Array = np.matmul(scores, values)
     result /= totals
     return result

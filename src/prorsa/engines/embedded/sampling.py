@@ -45,7 +45,8 @@ def sample(
 def _draw(weights: Array, points: NDArray[np.float64]) -> NDArray[np.intp]:
     """Inverse of the cumulative distribution at `points` in [0, 1), row by row."""
     cumulative = np.cumsum(weights, axis=-1, dtype=np.float64)
-    return np.count_nonzero(cumulative <= points[:, None] * cumulative[:, -1:], axis=-1)
+    drawn: NDArray[np.intp] = np.count_nonzero(cumulative <= points[:, None] * cumulative[:, -1:], axis=-1)
+    return drawn
 
 
 def _draw_cut(weights: Array, sampling: SamplingParams, point: float) -> int:
