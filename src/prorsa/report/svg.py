@@ -10,6 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+import numpy as np
+from numpy.typing import NDArray
+
+Values = Sequence[float] | NDArray[np.float64]
+
 WIDTH = 960
 LEFT, RIGHT, TOP, BOTTOM = 78, 18, 34, 44
 """Margins around a plot: the legend stands above it, the axis labels left and below."""
@@ -155,8 +160,8 @@ class Series:
 
     name: str
     colour: str
-    x: Sequence[float]
-    y: Sequence[float]
+    x: Values
+    y: Values
     dashed: bool = False
     dots: bool = False
 

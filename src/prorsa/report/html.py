@@ -1,0 +1,223 @@
+"""`report.html`: one file with everything a reader wants to see of a run, complete or cut off, and nothing to load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+import yaml
+
+from prorsa.cluster.observers import Decision, Flip
+from prorsa.report import charts
+from prorsa.report.charts import Drawn
+from prorsa.report.measures import Errors, Integrity, Totals, forecast_errors, integrity, totals
+from prorsa.report.rundir import Run, read_run
+from prorsa.report.svg import Chart, number, style
+
+REPORT = "report.html"
+MOST_ROWS = 400
+"""Rows of a table; of more, the last ones are shown."""
+
+CSS = """
+body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,-apple-system,'Segoe UI',sans-serif}
+main{max-width:1020px;margin:0 auto;padding:28px 20px 60px}
+h1{font-size:26px;margin:0 0 2px}h2{font-size:18px;margin:40px 0 4px}
+p{margin:4px 0 8px;color:var(--soft)}p.problem{color:var(--dropped)}
+svg{width:100%;height:auto;display:block}
+.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(190px,1fr));gap:10px;margin:20px 0}
+.tile{border:1px solid var(--grid);border-radius:8px;padding:10px 14px}
+.tile b{display:block;font-size:22px;font-weight:650}.tile span{color:var(--soft);font-size:13px}
+.tile.bad b{color:var(--dropped)}.tile.good b{color:var(--tool)}
+.scroll{overflow:auto;max-height:440px}
+table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums;width:100%}
+th,td{padding:3px 10px;text-align:right;border-bottom:1px solid var(--grid);white-space:nowrap}
+th{position:sticky;top:0;background:var(--paper)}th:first-child,td:first-child{text-align:left}
+details{margin-top:28px}summary{cursor:pointer;font-weight:600;font-size:16px}pre{font-size:12.5px;overflow:auto}
+"""
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Read a run directory and write its report into it. Raises FileNotFoundError where there is no run."""
+    run = read_run(run_dir)
+    path = run.directory / REPORT
+    path.write_text(render(run), encoding="utf-8")
+    return path
+
+
+def render(run: Run) -> str:
+    """The whole page."""
+    drawn = charts.prepare(run)
+    summed = totals(run, drawn.replayed)
+    errors = forecast_errors(drawn.replayed.windows)
+    checked = integrity(run.turns, drawn.replayed.contexts)
+    name = escape(str(run.config.get("name", run.directory.name)))
+    body = [
+        f"<h1>{name}</h1>",
+        f"<p>{escape(_subtitle(run, summed))}</p>",
+        *(f'<p class="problem">Incomplete: {escape(problem)}</p>' for problem in run.problems),
+        _tiles(run, summed, errors, checked),
+        *_sections(drawn, errors),
+        _decisions(drawn),
+        _flips(drawn),
+        _configuration(run),
+    ]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{name} - Prorsa</title><style>{style()}{CSS}</style></head><body><main>{''.join(body)}</main></body></html>"
+    )
+
+
+def _subtitle(run: Run, summed: Totals) -> str:
+    policy = run.config.get("policy", {})
+    parts = [f"{summed.seconds:.1f} s, {summed.live_seconds:.1f} s of them with live trajectories"]
+    if policy:
+        parts.append(f"policy {policy.get('name')}, horizon {policy.get('horizon')} s")
+    return "; ".join(parts)
+
+
+def _tiles(run: Run, summed: Totals, errors: Errors, checked: Integrity) -> str:
+    tiles = [
+        _tile(f"{summed.done}", f"trajectories finished of {summed.sampled}; {summed.dropped} dropped"),
+        *_reward_tiles(run),
+        _tile(number(summed.turns), f"model turns, {summed.resends} times cancelled and resent"),
+        _tile(f"{summed.flips}", f"role flips, {summed.failed_flips} failed"),
+        _tile(number(summed.output_tokens), f"tokens generated, {summed.tokens_per_s:.0f} per second"),
+        _tile(number(summed.prompt_tokens), f"prompt tokens, {summed.cached_share:.0%} of them cached"),
+    ]
+    if checked.turns:
+        tiles.append(
+            _tile(
+                f"{checked.lost}",
+                f"tokens lost: streams and episodes compared over {checked.turns} turns, {number(checked.tokens)} tokens",
+                "bad" if checked.lost else "good",
+            )
+        )
+    if errors.windows:
+        tiles.append(_tile(f"{errors.prefill:.1%}", "WAPE of the prefill forecast"))
+        tiles.append(_tile(f"{errors.admitted:.1%}", "WAPE of the decode admission forecast"))
+    return f'<div class="tiles">{"".join(tiles)}</div>'
+
+
+def _reward_tiles(run: Run) -> list[str]:
+    tiles = []
+    for split, words in (("train", "mean reward, first and last step"), ("test", "held-out reward, first and last")):
+        rewards = [step.reward for step in run.steps if step.split == split]
+        if rewards:
+            tiles.append(_tile(f"{rewards[0]:.2f} → {rewards[-1]:.2f}", words))
+    return tiles
+
+
+def _tile(value: str, words: str, kind: str = "") -> str:
+    return f'<div class="tile {kind}"><b>{escape(value)}</b><span>{escape(words)}</span></div>'
+
+
+def _sections(drawn: Drawn, errors: Errors) -> list[str]:
+    latencies = drawn.latencies
+    steps = " Dotted lines are the ends of training steps." if drawn.marks else ""
+    shown = min(len(drawn.replayed.stays), charts.MOST_LANES)
+    over = "over the steps" if drawn.run.steps else "in the order of finishing"
+    return [
+        _section("Reward", charts.reward_chart(drawn), f"Mean reward of the trajectories, {over}."),
+        _section(
+            "Roles over time",
+            charts.roles_chart(drawn),
+            "What every engine instance did: the roles follow the forecast demand. A flip lasts from leaving the old "
+            f"pool until serving in the new one.{steps}",
+        ),
+        _section(
+            "Prefill forecast against what happened",
+            charts.prefill_forecast_chart(drawn),
+            f"Prompt tokens to prefill in each of {errors.windows} windows, at the time of the forecast. WAPE "
+            f"{errors.prefill:.1%}; if every window were like the one before, {errors.persistence_prefill:.1%}.",
+        ),
+        _section(
+            "Decode admission forecast against what happened",
+            charts.admissions_forecast_chart(drawn),
+            "Prompt tokens of the requests that finish their prefill and enter decode in each window. WAPE "
+            f"{errors.admitted:.1%}; if every window were like the one before, {errors.persistence_admitted:.1%}.",
+        ),
+        _section(
+            "Cumulative tokens",
+            charts.tokens_chart(drawn),
+            "Prompt tokens prefilled and tokens decoded so far. The dashed line leaves out what a prefix cache or the KV "
+            "store had already.",
+        ),
+        _section(
+            "Inter-token latency",
+            charts.latency_chart(drawn),
+            "Time between two tokens of a turn, in bins of time; a resend in between counts. Over the whole run the median "
+            f"is {1000 * latencies.overall_p50:.1f} ms and the 99th percentile {1000 * latencies.overall_p99:.1f} ms.",
+        ),
+        _section(
+            "Trajectories",
+            charts.timeline_chart(drawn),
+            f"{shown} of {len(drawn.replayed.stays)} trajectories, a lane each, coloured by state.",
+        ),
+    ]
+
+
+def _section(title: str, chart: Chart | None, words: str) -> str:
+    shown = f"{chart.svg()}<p>{escape(words)}</p>" if chart else "<p>The run directory has nothing to show here.</p>"
+    return f"<section><h2>{escape(title)}</h2>{shown}</section>"
+
+
+def _decisions(drawn: Drawn) -> str:
+    header = ["time, s", "live", "W, tokens", "theta, tokens/s", "a", "K, tokens", "b", "roles", "target"]
+    rows = [_decision(decided.decision, drawn.start) for decided in drawn.run.decided]
+    words = (
+        "What the global manager saw and answered. W: forecast prefill tokens; theta: effective prefill speed; a: prefill "
+        "demand in instances; K: decode KV cache, now and admitted; b: decode demand in instances; roles as prefill:decode."
+    )
+    return _table("Decisions", words, header, rows)
+
+
+def _decision(decision: Decision, start: float) -> list[str]:
+    demand, current, target = decision.demand, decision.current, decision.target
+    return [
+        f"{decision.time - start:.2f}",
+        f"{sum(decision.states.values())}",
+        number(demand.prefill_tokens),
+        number(demand.prefill_speed),
+        f"{demand.prefill_instances:.2f}",
+        number(demand.decode_tokens),
+        f"{demand.decode_instances:.2f}",
+        f"{current.prefill}:{current.decode}",
+        "mixed" if target is None else f"{target.prefill}:{target.decode}",
+    ]
+
+
+def _flips(drawn: Drawn) -> str:
+    header = ["time, s", "instance", "flip", "cancelled", "drain, s", "flip, s", "result"]
+    rows = [_flip(flip, drawn.start) for flip in drawn.run.flips]
+    words = "Every role switch: the requests that it cancelled, all of them resent, and how long it took."
+    return _table("Flips", words, header, rows)
+
+
+def _flip(flip: Flip, start: float) -> list[str]:
+    return [
+        f"{flip.time - start:.2f}",
+        flip.instance,
+        f"{flip.before} → {flip.after}",
+        f"{flip.cancelled}",
+        f"{flip.drain_s:.3f}",
+        f"{flip.flip_s:.3f}",
+        flip.failure or "in service",
+    ]
+
+
+def _configuration(run: Run) -> str:
+    text = escape(yaml.safe_dump(run.config, sort_keys=False))
+    return f"<details><summary>Configuration</summary><pre>{text}</pre></details>"
+
+
+def _table(title: str, words: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    shown = rows[-MOST_ROWS:]
+    which = f"{len(rows)}" if len(shown) == len(rows) else f"last {len(shown)} of {len(rows)}"
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in shown)
+    return (
+        f"<details><summary>{escape(title)} ({which})</summary><p>{escape(words)}</p>"
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></details>'
+    )

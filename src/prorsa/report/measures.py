@@ -1,0 +1,308 @@
+"""The figures of a run, computed from its run directory alone. Times are seconds on the run's clock."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prorsa.cluster.observers import TurnRecord
+from prorsa.forecast import Forecast, Measured, Persistence, WindowMeter, wape
+from prorsa.lifecycle import (
+    Done,
+    Dropped,
+    Event,
+    IllegalTransition,
+    RewardStarted,
+    Sampled,
+    State,
+    ToolStarted,
+    Tracker,
+    Transition,
+)
+from prorsa.report.rundir import Run
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What was forecast for [forecast.time, forecast.time + forecast.horizon), and what happened."""
+
+    forecast: Forecast
+    persistence: Forecast
+    """What "the next window is like the last" would have said at the same moment."""
+    measured: Measured
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """A trajectory in one state."""
+
+    state: State
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class Replay:
+    """What the events say when they are applied again."""
+
+    windows: list[Window] = field(default_factory=list)
+    stays: dict[str, list[Stay]] = field(default_factory=dict)
+    """Trajectory -> where it was when, in the order of sampling."""
+    ends: dict[str, Event] = field(default_factory=dict)
+    """Trajectory -> its Done or Dropped."""
+    contexts: dict[tuple[str, int], int] = field(default_factory=dict)
+    """(trajectory, turn) -> context length that the episode had after the turn."""
+    requeued: int = 0
+    live_seconds: float = 0.0
+    """Time during which any trajectory was live."""
+    start: float = 0.0
+    end: float = 0.0
+
+
+def replay(run: Run) -> Replay:
+    """Apply the trace again, each decision at its place. An event that cannot be ends it and joins `run.problems`."""
+    result = Replay()
+    tracker, meter, persistence = Tracker(), WindowMeter(), Persistence()
+    pending: deque[Forecast] = deque()
+    decided = deque(run.decided)
+    if run.events:
+        result.start = result.end = run.events[0].time
+
+    def close(time: float) -> None:
+        for forecast, measured in meter.finished(time):
+            result.windows.append(Window(forecast, pending.popleft(), measured))
+
+    for count, event in enumerate(run.events):
+        while decided and decided[0].after_events <= count:
+            decision = decided.popleft().decision
+            close(decision.time)
+            meter.open(decision.forecast)
+            snapshot = tracker.snapshot(decision.time)
+            pending.append(persistence.forecast(snapshot, decision.forecast.horizon, ()))
+        try:
+            was_live = len(tracker) > 0
+            transition = tracker.apply(event)
+        except IllegalTransition as error:
+            run.problems.append(f"{run.directory}, event {count + 1}: {error}; the report ends before it")
+            break
+        meter.observe(transition)
+        persistence.observe(transition)
+        if was_live:
+            result.live_seconds += max(0.0, event.time - result.end)
+        result.end = max(result.end, event.time)
+        _note(result, transition)
+    close(result.end)
+    _end_stays(result)
+    return result
+
+
+def _note(result: Replay, transition: Transition) -> None:
+    event = transition.event
+    name = event.trajectory
+    if isinstance(event, Sampled):
+        result.stays[name] = []
+    elif transition.before is not None:
+        stays = result.stays[name]
+        stays[-1] = Stay(transition.before, stays[-1].start, event.time)
+    if transition.after.live:
+        # The end of the last stay of a run that was cut off is filled in at the end.
+        result.stays[name].append(Stay(transition.after, event.time, event.time))
+    else:
+        result.ends[name] = event
+    if isinstance(event, ToolStarted | RewardStarted):
+        result.contexts[name, transition.turn] = transition.tokens
+    result.requeued += transition.before in (State.PREFILL, State.DECODE) and transition.after is State.READY
+
+
+def _end_stays(result: Replay) -> None:
+    for name, stays in result.stays.items():
+        if name not in result.ends:
+            stays[-1] = Stay(stays[-1].state, stays[-1].start, result.end)
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """WAPE as fractions: the sum of absolute errors over the sum of measured tokens (paper, Fig. 8)."""
+
+    windows: int
+    prefill: float
+    admitted: float
+    persistence_prefill: float
+    persistence_admitted: float
+
+
+def forecast_errors(windows: Sequence[Window]) -> Errors:
+    prefill = [window.measured.prefill_tokens for window in windows]
+    admitted = [window.measured.admitted_tokens for window in windows]
+    return Errors(
+        windows=len(windows),
+        prefill=wape([window.forecast.prefill_tokens for window in windows], prefill),
+        admitted=wape([window.forecast.admitted_tokens for window in windows], admitted),
+        persistence_prefill=wape([window.persistence.prefill_tokens for window in windows], prefill),
+        persistence_admitted=wape([window.persistence.admitted_tokens for window in windows], admitted),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Integrity:
+    """Whether what the engines streamed is what the episodes have."""
+
+    turns: int
+    """Turns that both sides recorded."""
+    tokens: int
+    """Output tokens of those turns."""
+    lost: int
+    """Tokens that one side has and the other has not; 0 is right."""
+
+
+def integrity(turns: Sequence[TurnRecord], contexts: dict[tuple[str, int], int]) -> Integrity:
+    """Compare each turn's prompt and output, as streamed, with the context that the episode reported after the turn."""
+    both = [turn for turn in turns if (turn.trajectory, turn.turn) in contexts]
+    lost = sum(
+        abs(turn.prompt_tokens + turn.output_tokens - contexts[turn.trajectory, turn.turn])
+        + abs(turn.output_tokens - len(turn.versions))
+        for turn in both
+    )
+    return Integrity(len(both), sum(turn.output_tokens for turn in both), lost)
+
+
+@dataclass(frozen=True, slots=True)
+class Cumulative:
+    """Tokens until each time: (time, running total), one point for each moment at which the total grew."""
+
+    prompt: tuple[Floats, Floats]
+    """Full prompt lengths, when the turn's first token arrived."""
+    computed: tuple[Floats, Floats]
+    """The same without what a cache had already."""
+    decoded: tuple[Floats, Floats]
+
+
+def cumulative_tokens(turns: Sequence[TurnRecord]) -> Cumulative:
+    first = [(turn.first_token, turn) for turn in turns if turn.first_token is not None]
+    prompts = [(time, turn.prompt_tokens) for time, turn in first]
+    computed = [(time, turn.prompt_tokens - turn.cached_tokens) for time, turn in first]
+    decoded = [(time, 1) for turn in turns for time in turn.arrivals]
+    return Cumulative(_running(prompts), _running(computed), _running(decoded))
+
+
+def _running(points: Sequence[tuple[float, int]]) -> tuple[Floats, Floats]:
+    times = np.array([time for time, _ in points], dtype=np.float64)
+    amounts = np.array([amount for _, amount in points], dtype=np.float64)
+    order = np.argsort(times, kind="stable")
+    return times[order], np.cumsum(amounts[order])
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Inter-token latency: seconds between two tokens of one turn, a resend in between included."""
+
+    times: Floats
+    """Middle of each bin that has a value."""
+    p50: Floats
+    p99: Floats
+    overall_p50: float
+    overall_p99: float
+
+
+def inter_token_latencies(turns: Sequence[TurnRecord], bins: int = 60) -> Latencies:
+    """In `bins` equal bins of time; a gap belongs to the bin in which its later token arrived. NaN overall without gaps."""
+    pairs = [pair for turn in turns for pair in pairwise(turn.arrivals)]
+    if not pairs:
+        nothing = np.empty(0)
+        return Latencies(nothing, nothing, nothing, np.nan, np.nan)
+    earlier, later = np.array(pairs, dtype=np.float64).T
+    gaps = later - earlier
+    start = later.min()
+    width = (later.max() - start) / bins or 1.0
+    which = np.minimum(((later - start) / width).astype(int), bins - 1)
+    filled = np.unique(which)
+    split = [np.percentile(gaps[which == one], [50, 99]) for one in filled]
+    p50, p99 = np.array(split).T
+    overall = np.percentile(gaps, [50, 99])
+    return Latencies(start + (filled + 0.5) * width, p50, p99, float(overall[0]), float(overall[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpan:
+    instance: str
+    what: str
+    """A role, or `flipping` (leaving its pool until it serves again) or `dead`."""
+    start: float
+    end: float
+
+
+def role_spans(run: Run, end: float) -> list[RoleSpan]:
+    """What every instance was when, in the order in which the instances appeared."""
+    changes: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    for change in run.instances:
+        known = {"routed": change.role.value, "dead": "dead"}
+        what = known.get(change.state.value, "flipping")
+        if not changes[change.name] or changes[change.name][-1][1] != what:
+            changes[change.name].append((change.time, what))
+    spans: list[RoleSpan] = []
+    for name, points in changes.items():
+        ends = [time for time, _ in points[1:]] + [max(end, points[-1][0])]
+        spans += [RoleSpan(name, what, start, stop) for (start, what), stop in zip(points, ends, strict=True)]
+    return spans
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    sampled: int
+    done: int
+    dropped: int
+    reasons: dict[str, int]
+    """Why trajectories were dropped."""
+    turns: int
+    resends: int
+    flips: int
+    failed_flips: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    seconds: float
+    live_seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens per second while any trajectory was live."""
+        return self.output_tokens / self.live_seconds if self.live_seconds > 0 else 0.0
+
+    @property
+    def cached_share(self) -> float:
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+def totals(run: Run, replayed: Replay) -> Totals:
+    ends = list(replayed.ends.values())
+    return Totals(
+        sampled=len(replayed.stays),
+        done=sum(isinstance(end, Done) for end in ends),
+        dropped=sum(isinstance(end, Dropped) for end in ends),
+        reasons=dict(Counter(end.reason for end in ends if isinstance(end, Dropped)).most_common()),
+        turns=len(run.turns),
+        resends=replayed.requeued,
+        flips=sum(flip.failure is None for flip in run.flips),
+        failed_flips=sum(flip.failure is not None for flip in run.flips),
+        prompt_tokens=sum(turn.prompt_tokens for turn in run.turns),
+        cached_tokens=sum(turn.cached_tokens for turn in run.turns),
+        output_tokens=sum(turn.output_tokens for turn in run.turns),
+        seconds=replayed.end - replayed.start,
+        live_seconds=replayed.live_seconds,
+    )
+
+
+def rewards_by_order(replayed: Replay, buckets: int = 10) -> tuple[Floats, Floats]:
+    """(time, mean reward) of consecutive, equally large shares of the finished trajectories: for a run without steps."""
+    done = [end for end in replayed.ends.values() if isinstance(end, Done)]
+    if not done:
+        return np.empty(0), np.empty(0)
+    shares = np.array_split(np.array([(end.time, end.reward) for end in done]), min(buckets, len(done)))
+    return np.array([share[-1, 0] for share in shares]), np.array([share[:, 1].mean() for share in shares])
