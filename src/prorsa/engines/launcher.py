@@ -63,7 +63,7 @@ class EmbeddedLauncher:
         self._store: asyncio.Task[_Child] | None = None
 
     async def start(self, name: str, role: Role) -> SGLangEngine:
-        """Start an engine and wait until it serves. Several can start at once. Raises `EngineError` with the end of its log."""
+        """Start an engine and wait until it serves. Several can start at once. Raises `EngineError` with its log's end."""
         if name in self._engines:
             raise EngineError(f"engine {name}: is running already; stop it first")
         flags = [*self._engine_flags, f"--role={role.value}"]

@@ -7,6 +7,8 @@ cancels the leg on the server.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar
@@ -33,6 +35,7 @@ SWITCH_SECONDS = 120.0
 UPDATE_SECONDS = 300.0
 KEEPALIVE_SECONDS = 2.0
 """Below uvicorn's 5 s, so that a request never meets a connection that the server is just closing."""
+END_MARK_SECONDS = 0.5
 ANSWER_EXCERPT = 300
 RID_END = "|"
 """SGLang aborts every request whose rid STARTS WITH the given one; with an end mark no rid is the start of another."""
@@ -89,16 +92,19 @@ class SGLangEngine:
                 try:
                     if response.status != 200:
                         raise _refusal(self._name, asked, response.status, await response.text())
-                    async for message in _messages(response.content):
+                    messages = _messages(response.content)
+                    async for message in messages:
                         chunk = reader.read(message)
-                        if chunk is None:
-                            continue
-                        yield chunk
-                        if chunk.finish is not None:
+                        if chunk is not None and chunk.finish is not None:
+                            await _exhaust(messages)
+                            yield chunk
                             return
+                        if chunk is not None:
+                            yield chunk
                 finally:
-                    # Releasing an unread response would wait for the rest of the stream.
-                    response.close()
+                    if not response.content.at_eof():
+                        # Cancels the leg; releasing the connection would leave it running.
+                        response.close()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise EngineGone(f"engine {self._name}: asked {asked}; connection failed: {error!r}") from error
         raise EngineGone(f"engine {self._name}: asked {asked}; the stream broke off after {reader.seen} tokens")
@@ -263,6 +269,14 @@ async def _messages(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
         for event in events:
             if event.startswith(b"data: "):
                 yield event[6:]
+
+
+async def _exhaust(messages: AsyncIterator[bytes]) -> None:
+    """Read the end mark too, so that the connection can be used again. All that matters has been read already."""
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+        async with asyncio.timeout(END_MARK_SECONDS):
+            async for _ in messages:
+                pass
 
 
 def _generate_body(request: GenerateRequest) -> dict[str, Any]:

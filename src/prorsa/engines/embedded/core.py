@@ -288,6 +288,12 @@ class EngineCore:
         """Raw bytes of a block that the latest step reported in `filled`."""
         return memoryview(self._pool.data[block]).cast("B")
 
+    def cached_block(self, hash: bytes) -> memoryview | None:
+        """Raw bytes of a block in the prefix cache, valid until `step`; None when it is not there."""
+        blocks = self._pool.match([hash])
+        self._pool.release(blocks)
+        return self.block_data(blocks[0]) if blocks else None
+
     # All roles
 
     def abort(self, rid: str) -> bool:

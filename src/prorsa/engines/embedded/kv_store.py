@@ -114,7 +114,7 @@ class StoreClient(FrameProtocol):
         self._connected = True
         self.stored_blocks = 0
         self.dropped_blocks = 0
-        """Blocks not written because the store was too slow or gone."""
+        """Writes that the store was too slow for."""
         self.fetched_blocks = 0
 
     @classmethod
@@ -128,9 +128,10 @@ class StoreClient(FrameProtocol):
     def connected(self) -> bool:
         return self._connected
 
-    def put(self, version: int, block_hash: bytes, block: bytes) -> bool:
-        """Write one block in the background. False when it was dropped instead."""
-        if not self._connected or self.unsent > BACKLOG_BYTES:
+    def put(self, version: int, block_hash: bytes, block: bytes, *, urgent: bool = False) -> bool:
+        """Write one block in the background. False when it was dropped because the store is too slow; an urgent one is
+        never dropped."""
+        if self.unsent > BACKLOG_BYTES and not urgent:
             self.dropped_blocks += 1
             return False
         self.send(Frame.PUT, VERSION.pack(version), block_hash, block)
@@ -170,8 +171,13 @@ class StoreClient(FrameProtocol):
         if not answer.done():
             answer.set_result(_split(payload, self._block_nbytes))
 
+    def close(self) -> None:
+        self._connected = False
+        super().close()
+
     def connection_ended(self, reason: str) -> None:
-        log.warning("the KV store is gone (%s); going on without it", reason)
+        if self._connected:
+            log.warning("the KV store is gone (%s); going on without it", reason)
         self._connected = False
         for answer in self._answers:
             if not answer.done():

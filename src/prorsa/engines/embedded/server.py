@@ -7,7 +7,8 @@ while there is none). Prints one line of JSON, `{"port": ..., "bootstrap_port": 
 
 Invariants: every accepted request ends with exactly one message that has a finish reason, unless its client went away; a
 request that ends in any way leaves no blocks, no room and no connection behind; a request of the wrong role is refused
-at once; before the end of an aborted request is told, its full KV blocks are in the store.
+at once; a prefill starts only when its decode side has room for the KV, so that the two never wait for each other in a
+circle; before an aborted request is told its end, its full KV blocks are in the store.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from prorsa.engines.embedded.checkpoint import ModelError
 from prorsa.engines.embedded.core import (
     CoreError,
     EngineCore,
-    NotIdle,
     Output,
     QueueFull,
     RequestRefused,
@@ -36,37 +36,29 @@ from prorsa.engines.embedded.core import (
 from prorsa.engines.embedded.frames import FrameError
 from prorsa.engines.embedded.kv_store import StoreClient
 from prorsa.engines.embedded.process import announce, watch_for_stop
+from prorsa.engines.embedded.requests import (
+    Asked,
+    BadRequest,
+    parse_generate,
+    parse_object,
+    parse_role,
+    parse_version,
+    role_name,
+)
+from prorsa.engines.embedded.requests import field as body_field
 from prorsa.engines.embedded.transfer import FirstToken, Handover, Prompt, Pull, Rooms
-from prorsa.engines.protocol import Bootstrap, FinishReason, Role, SamplingParams
+from prorsa.engines.protocol import FinishReason, Role
 
 MAX_BODY_BYTES = 64 << 20
 KEEPALIVE_SECONDS = 3600.0
 """Longer than any client keeps an idle connection, so that it is never the server that closes one under a request."""
+SHUTDOWN_SECONDS = 1.0
 TURNS_PER_STEP = 3
 """Turns of the event loop between two steps: a request that arrives takes three to get from the socket to the core."""
-
-SHUTDOWN_SECONDS = 1.0
-ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "null": Role.MIXED}
-"""SGLang's names."""
-NOT_IDLE = "instance is not idle; drain all requests before switching"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 log = logging.getLogger(__name__)
-
-
-class BadRequest(Exception):
-    """A field of the request is missing or wrong; the message names it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A checked /generate body."""
-
-    rid: str
-    input_ids: list[int]
-    sampling: SamplingParams
-    bootstrap: Bootstrap | None
 
 
 @dataclass(slots=True)
@@ -79,22 +71,18 @@ class Ticket:
     tokens: list[int] = field(default_factory=list)
     """Produced and not yet taken; so are `logprobs`."""
     logprobs: list[float] = field(default_factory=list)
-    sent: int = 0
-    """Tokens taken so far."""
+    taken: int = 0
     cached_tokens: int = 0
     finish: FinishReason | None = None
-    message: str = ""
-    """Why it was aborted."""
-    pull: Pull | None = None
-    handover: Handover | None = None
+    message: str = "aborted"
+    """Why, if it was aborted."""
     in_core: bool = False
-
-    def part(self, reason: str) -> None:
-        """Leave the other leg, if there is one and it still needs this one."""
-        if self.pull is not None:
-            self.pull.give_up()
-        if self.handover is not None:
-            self.handover.withdraw(reason)
+    handover: Handover | None = None
+    """On a prefill engine."""
+    awaited: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the decode side has room for the KV, or never will."""
+    pull: Pull | None = None
+    """On a decode engine."""
 
     def put(self, tokens: Sequence[int], logprobs: Sequence[float], finish: FinishReason | None) -> None:
         self.tokens += tokens
@@ -102,38 +90,49 @@ class Ticket:
         self.finish = finish
         if tokens or finish is not None:
             self.news.set()
+        if finish is not None:
+            self.awaited.set()
+
+    def part(self, reason: str) -> None:
+        """Leave the other leg, if there is one that still needs this one."""
+        if self.pull is not None:
+            self.pull.give_up()
+        if self.handover is not None:
+            self.handover.withdraw(reason)
 
     def take(self) -> bytes:
         """The next server-sent event, in the form of SGLang's incremental streaming."""
         self.news.clear()
-        self.sent += len(self.tokens)
+        self.taken += len(self.tokens)
+        pairs = zip(self.logprobs, self.tokens, strict=True)
         meta = {
             "id": self.asked.rid,
             "finish_reason": self._finish_reason(),
             "prompt_tokens": len(self.asked.input_ids),
-            "completion_tokens": self.sent,
+            "completion_tokens": self.taken,
             "cached_tokens": self.cached_tokens,
             "weight_version": str(self.weights_version),
-            "output_token_logprobs": [
-                (logprob, token, None) for token, logprob in zip(self.tokens, self.logprobs, strict=True)
-            ],
+            "output_token_logprobs": [(logprob, token, None) for logprob, token in pairs],
         }
         message = json.dumps({"output_ids": self.tokens, "meta_info": meta}, separators=(",", ":"))
         self.tokens, self.logprobs = [], []
         return b"data: " + message.encode() + b"\n\n"
 
-    def _finish_reason(self) -> dict[str, Any] | None:
-        if self.finish is None:
-            return None
+    def _finish_reason(self) -> dict[str, str] | None:
         if self.finish is FinishReason.ABORT:
-            return {"type": "abort", "message": self.message or "aborted"}
-        return {"type": self.finish.value}
+            return {"type": "abort", "message": self.message}
+        return None if self.finish is None else {"type": self.finish.value}
 
 
 class EngineServer:
-    def __init__(self, core: EngineCore, store: StoreClient | None = None) -> None:
+    """`max_waiting` bounds the prefills that wait for their decode side; the core bounds its own queue."""
+
+    def __init__(self, core: EngineCore, max_waiting: int, store: StoreClient | None = None) -> None:
         self._core = core
+        self._max_waiting = max_waiting
         self._store = store
+        self._unwritten: set[bytes] = set()
+        """Hashes of blocks that the store was too slow for."""
         self._rooms = Rooms()
         self._rooms.open_for_prefill = core.role is Role.PREFILL
         self._tickets: dict[str, Ticket] = {}
@@ -172,9 +171,8 @@ class EngineServer:
     # From the core to the requests
 
     def _deliver(self, step: StepOutput) -> None:
-        if self._store is not None:
-            for filled in step.filled:
-                self._store.put(self._core.weights_version, filled.hash, bytes(self._core.block_data(filled.block)))
+        for filled in step.filled:
+            self._write_through(filled.hash, self._core.block_data(filled.block))
         for rid, reservation in step.reserved:
             ticket = self._tickets.get(rid)
             if ticket is not None and ticket.pull is not None:
@@ -187,11 +185,11 @@ class EngineServer:
     def _deliver_output(self, ticket: Ticket, output: Output) -> None:
         if ticket.pull is None:
             ticket.cached_tokens = output.cached_tokens
-        if output.finish is not None:
-            ticket.part("aborted")
-        elif ticket.handover is not None:
+        if ticket.handover is not None and output.finish is None:
             self._advance(ticket.handover, output)
             return
+        if output.finish is not None:
+            ticket.part("aborted")
         ticket.put(output.token_ids, output.logprobs, output.finish)
 
     def _advance(self, handover: Handover, output: Output) -> None:
@@ -204,14 +202,14 @@ class EngineServer:
     # /generate
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        asked = parse_generate(await _read_json(request))
-        self._check_role(asked)
+        asked = parse_generate(parse_object(await request.read()))
+        self._check(asked)
         ticket = Ticket(asked, self._core.weights_version)
         self._tickets[asked.rid] = ticket
         try:
             await self._start(ticket)
             return await self._stream(request, ticket)
-        except (QueueFull, RequestRefused) as error:
+        except (QueueFull, RequestRefused, BadRequest) as error:
             self._abort(ticket, str(error))
             raise
         finally:
@@ -219,39 +217,40 @@ class EngineServer:
             self._abort(ticket, "the client went away")
             del self._tickets[asked.rid]
 
-    def _check_role(self, asked: Asked) -> None:
+    def _check(self, asked: Asked) -> None:
         role = self._core.role
         if asked.rid in self._tickets:
             raise BadRequest(f"rid={asked.rid!r}: already on this engine; use a new one for each attempt")
         if role is Role.MIXED and asked.bootstrap is not None:
             raise BadRequest("bootstrap_room: this engine is mixed; it takes requests without bootstrap fields only")
         if role is not Role.MIXED and asked.bootstrap is None:
-            raise BadRequest(
-                f"bootstrap_room: missing; this is a {role.value} engine, which serves one leg of a request"
-            )
+            raise BadRequest(f"bootstrap_room: missing; this is a {role} engine, which serves one leg of a request")
+        waiting = sum(ticket.finish is None and not ticket.in_core for ticket in self._tickets.values())
+        if waiting >= self._max_waiting:
+            raise QueueFull(f"request {asked.rid}: {waiting} requests wait already, which is the bound")
 
     async def _start(self, ticket: Ticket) -> None:
+        asked = ticket.asked
         if self._core.role is Role.DECODE:
             await self._start_decode(ticket)
-        else:
-            await self._start_prefill(ticket)
-        self._work.set()
-
-    async def _start_prefill(self, ticket: Ticket) -> None:
-        asked = ticket.asked
+            return
         if asked.bootstrap is not None:
-            ticket.handover = self._enter_room(ticket, asked.bootstrap.room)
+            self._enter_room(ticket, asked.bootstrap.room)
         await self._fetch_prefix(ticket)
+        if ticket.handover is not None:
+            await ticket.awaited.wait()
         if ticket.finish is None:
             self._core.submit(asked.rid, asked.input_ids, asked.sampling, handover=asked.bootstrap is not None)
             ticket.in_core = True
+            self._work.set()
 
-    def _enter_room(self, ticket: Ticket, room: int) -> Handover:
-        rid, prompt = ticket.asked.rid, self._prompt(ticket)
+    def _enter_room(self, ticket: Ticket, room: int) -> None:
+        prompt = self._prompt(ticket)
         handover = Handover(
             prompt=prompt,
             n_blocks=-(-prompt.tokens // self._core.block_tokens),
-            export_block=partial(self._core.export_block, rid),
+            export_block=partial(self._core.export_block, ticket.asked.rid),
+            on_pull=ticket.awaited.set,
             on_done=partial(self._handed_over, ticket),
             on_lost=partial(self._abort, ticket),
         )
@@ -259,7 +258,7 @@ class EngineServer:
             self._rooms.enter(room, handover)
         except ValueError as error:
             raise BadRequest(str(error)) from error
-        return handover
+        ticket.handover = handover
 
     def _handed_over(self, ticket: Ticket) -> None:
         assert ticket.handover is not None
@@ -268,15 +267,6 @@ class EngineServer:
         self._core.release(ticket.asked.rid)
         stopped = first.token in ticket.asked.sampling.stop_token_ids
         ticket.put([first.token], [first.logprob], FinishReason.STOP if stopped else FinishReason.LENGTH)
-
-    async def _fetch_prefix(self, ticket: Ticket) -> None:
-        """Bring what other instances have computed of this prompt into the prefix cache."""
-        if self._store is None:
-            return
-        missing = self._core.missing_hashes(ticket.asked.input_ids)
-        blocks = await self._store.fetch(missing) if missing else []
-        if blocks and ticket.finish is None:
-            self._core.import_prefix(missing[: len(blocks)], blocks)
 
     async def _start_decode(self, ticket: Ticket) -> None:
         asked = ticket.asked
@@ -290,9 +280,7 @@ class EngineServer:
         )
         if reservation is not None:
             ticket.pull.begin(reservation.first_missing_block)
-        await ticket.pull.connect(
-            asked.bootstrap.host, asked.bootstrap.port, asked.bootstrap.room, self._prompt(ticket)
-        )
+        await ticket.pull.connect(asked.bootstrap, self._prompt(ticket))
 
     def _import_block(self, rid: str, index: int, data: memoryview) -> None:
         try:
@@ -323,15 +311,44 @@ class EngineServer:
         await response.write_eof(ticket.take() + b"data: [DONE]\n\n")
         return response
 
+    # The KV store
+
+    async def _fetch_prefix(self, ticket: Ticket) -> None:
+        """Bring what other instances have computed of this prompt into the prefix cache."""
+        if self._store is None:
+            return
+        missing = self._core.missing_hashes(ticket.asked.input_ids)
+        blocks = await self._store.fetch(missing) if missing else []
+        if blocks and ticket.finish is None:
+            self._core.import_prefix(missing[: len(blocks)], blocks)
+
+    def _write_through(self, block_hash: bytes, data: memoryview) -> None:
+        if self._store is None or not self._store.connected:
+            return
+        if not self._store.put(self._core.weights_version, block_hash, bytes(data)):
+            self._unwritten.add(block_hash)
+
+    async def _save(self, ticket: Ticket) -> None:
+        """Have the KV of an aborted request in the store before its client can send it again elsewhere."""
+        if self._store is None or ticket.weights_version != self._core.weights_version:
+            return
+        for block_hash in self._unwritten:
+            data = self._core.cached_block(block_hash)
+            if data is not None:
+                self._store.put(self._core.weights_version, block_hash, bytes(data), urgent=True)
+        self._unwritten.clear()
+        await self._store.flush()
+
     # Aborting
 
     def _abort(self, ticket: Ticket, reason: str) -> None:
-        """End a request that has not ended yet. Its tokens so far and its finish come with the next step."""
+        """End a request, unless it has ended. What the core has made of it comes with the next step."""
         if ticket.finish is not None:
             return
-        ticket.message = ticket.message or reason
+        ticket.message = reason
         ticket.part(reason)
-        if ticket.in_core and self._core.abort(ticket.asked.rid):
+        if ticket.in_core:
+            self._core.abort(ticket.asked.rid)
             self._work.set()
         else:
             ticket.put((), (), FinishReason.ABORT)
@@ -340,57 +357,46 @@ class EngineServer:
         for ticket in self._tickets.values():
             self._abort(ticket, reason)
 
-    async def _save(self, ticket: Ticket) -> None:
-        """Have the KV of an aborted request in the store before its client can send it again elsewhere."""
-        if self._store is not None and ticket.weights_version == self._core.weights_version:
-            await self._store.flush()
-
     async def _abort_request(self, request: web.Request) -> web.Response:
-        body = await _read_json(request)
-        if _field(body, "abort_all", bool, False):
+        body = parse_object(await request.read())
+        if body_field(body, "abort_all", bool, False):
             self._abort_all("aborted by the client")
             return web.Response()
-        ticket = self._tickets.get(_field(body, "rid", str))
+        ticket = self._tickets.get(body_field(body, "rid", str))
         if ticket is not None:
             self._abort(ticket, "aborted by the client")
         return web.Response()
 
     # Role and weights
 
+    def _unfinished(self) -> int:
+        return sum(ticket.finish is None for ticket in self._tickets.values())
+
     async def _pd_role_switch(self, request: web.Request) -> web.Response:
-        name = _field(await _read_json(request), "new_role", str)
-        try:
-            role = ROLES[name]
-        except KeyError:
-            raise BadRequest(f"new_role={name!r}: write one of {', '.join(ROLES)}") from None
-        old = self._core.role
-        message = "ok" if role is not old else "already in target role"
-        status = 200
-        if any(ticket.finish is None for ticket in self._tickets.values()):
-            message, status = NOT_IDLE, 400
-        else:
-            try:
-                self._core.set_role(role)
-                self._rooms.open_for_prefill = role is Role.PREFILL
-            except NotIdle:
-                message, status = NOT_IDLE, 400
-        answer = {"success": status == 200, "message": message, "old_role": _role_name(old), "new_role": name}
-        return web.json_response(answer, status=status)
+        old, new = self._core.role, parse_role(parse_object(await request.read()))
+        answer: dict[str, Any] = {"old_role": role_name(old), "new_role": role_name(new)}
+        if new is old:
+            return web.json_response({"success": True, "message": "already in target role", **answer})
+        if self._unfinished():
+            message = "instance is not idle; drain all requests before switching"
+            return web.json_response({"success": False, "message": message, **answer}, status=400)
+        self._core.set_role(new)
+        self._rooms.open_for_prefill = new is Role.PREFILL
+        return web.json_response({"success": True, "message": "ok", **answer})
 
     async def _update_weights(self, request: web.Request) -> web.Response:
-        body = await _read_json(request)
-        path = _field(body, "model_path", str)
-        version = _version(_field(body, "weight_version", str))
-        if not _field(body, "abort_all_requests", bool, False) and self._tickets:
+        body = parse_object(await request.read())
+        path, version = body_field(body, "model_path", str), parse_version(body)
+        if self._unfinished() and not body_field(body, "abort_all_requests", bool, False):
             raise BadRequest(
                 "abort_all_requests=false: requests are live; set it to true or wait until they have ended"
             )
-        self._abort_all(f"the weights are updated to version {version}")
         try:
             self._core.load_weights(path, version)
         except ModelError as error:
             return web.json_response({"success": False, "message": str(error)}, status=400)
-        self._work.set()
+        self._abort_all(f"the weights were updated to version {version}")
+        self._unwritten.clear()
         if self._store is not None:
             self._store.drop_before(version)
         return web.json_response({"success": True, "message": "ok", "num_paused_requests": 0})
@@ -398,19 +404,14 @@ class EngineServer:
     # What the engine says of itself
 
     async def _loads(self, request: web.Request) -> web.Response:
-        load, role = self._core.load(), self._core.role
-        handing_over = sum(
-            ticket.finish is None and ticket.handover is not None and ticket.handover.first is not None
-            for ticket in self._tickets.values()
-        )
-        fetching = sum(not ticket.in_core for ticket in self._tickets.values())
+        load = self._core.load()
         rank: dict[str, Any] = {
             "dp_rank": 0,
             "num_running_reqs": load.running,
-            "num_waiting_reqs": load.waiting - handing_over + fetching,
+            "num_waiting_reqs": self._unfinished() - load.running,
             "num_used_tokens": load.used_tokens,
             "max_total_num_tokens": load.max_tokens,
-            "disaggregation": {"mode": _role_name(role), "prefill_inflight_queue_reqs": handing_over},
+            "disaggregation": {"mode": role_name(self._core.role)},
         }
         if self._store is not None:
             rank["kv_store"] = {
@@ -426,8 +427,7 @@ class EngineServer:
             {
                 "model_path": self._core.model_path,
                 "weight_version": str(self._core.weights_version),
-                "disaggregation_mode": _role_name(self._core.role),
-                "is_generation": True,
+                "disaggregation_mode": role_name(self._core.role),
             }
         )
 
@@ -445,87 +445,6 @@ async def _explain_refusals(request: web.Request, handler: Handler) -> web.Strea
         return web.json_response({"error": {"message": str(error)}}, status=503)
 
 
-def parse_generate(body: dict[str, Any]) -> Asked:
-    """Check a /generate body. Raises `BadRequest` naming the field."""
-    input_ids = _field(body, "input_ids", list)
-    if not input_ids or any(type(token) is not int for token in input_ids):
-        raise BadRequest("input_ids: a list of one or more token ids is needed")
-    if not _field(body, "stream", bool, False):
-        raise BadRequest("stream: this server only streams; set it to true")
-    return Asked(
-        rid=_field(body, "rid", str),
-        input_ids=input_ids,
-        sampling=_parse_sampling(_field(body, "sampling_params", dict)),
-        bootstrap=_parse_bootstrap(body),
-    )
-
-
-def _parse_sampling(body: dict[str, Any]) -> SamplingParams:
-    stops = _field(body, "stop_token_ids", list, [])
-    if any(type(token) is not int for token in stops):
-        raise BadRequest("stop_token_ids: a list of token ids is needed")
-    sampling = SamplingParams(
-        max_new_tokens=_field(body, "max_new_tokens", int),
-        temperature=_field(body, "temperature", float, 1.0),
-        top_p=_field(body, "top_p", float, 1.0),
-        top_k=_field(body, "top_k", int, -1),
-        stop_token_ids=() if _field(body, "ignore_eos", bool, False) else tuple(stops),
-        seed=_field(body, "sampling_seed", int, None),
-    )
-    if sampling.max_new_tokens < 1:
-        raise BadRequest(f"max_new_tokens={sampling.max_new_tokens}: must be 1 or more")
-    if not 0 <= sampling.temperature < float("inf"):
-        raise BadRequest(f"temperature={sampling.temperature}: must be 0 or more")
-    if not 0 < sampling.top_p <= 1:
-        raise BadRequest(f"top_p={sampling.top_p}: must be above 0 and at most 1")
-    return sampling
-
-
-def _parse_bootstrap(body: dict[str, Any]) -> Bootstrap | None:
-    if body.get("bootstrap_room") is None:
-        return None
-    room = _field(body, "bootstrap_room", int)
-    if not 0 <= room < 1 << 64:
-        raise BadRequest(f"bootstrap_room={room}: must be at least 0 and below 2**64")
-    return Bootstrap(_field(body, "bootstrap_host", str), _field(body, "bootstrap_port", int), room)
-
-
-_REQUIRED: Any = object()
-
-
-def _field(body: dict[str, Any], name: str, kind: type, default: Any = _REQUIRED) -> Any:
-    """The value of a field. Absent and null mean the default; an integer will do for a float."""
-    value = body.get(name)
-    if value is None:
-        if default is _REQUIRED:
-            raise BadRequest(f"{name}: missing")
-        return default
-    if type(value) is not kind and not (kind is float and type(value) is int):
-        raise BadRequest(f"{name}={value!r}: must be of type {kind.__name__}, not {type(value).__name__}")
-    return value
-
-
-def _version(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise BadRequest(f"weight_version={text!r}: must be a whole number") from None
-
-
-async def _read_json(request: web.Request) -> dict[str, Any]:
-    try:
-        body = json.loads(await request.read())
-    except ValueError as error:
-        raise BadRequest(f"body: not valid JSON ({error})") from error
-    if not isinstance(body, dict):
-        raise BadRequest(f"body: a JSON object is needed, not {type(body).__name__}")
-    return body
-
-
-def _role_name(role: Role) -> str:
-    return "null" if role is Role.MIXED else role.value
-
-
 async def serve(arguments: argparse.Namespace) -> None:
     stop = watch_for_stop()
     core = EngineCore(
@@ -538,7 +457,8 @@ async def serve(arguments: argparse.Namespace) -> None:
         max_waiting=arguments.max_waiting,
         weights_version=arguments.weights_version,
     )
-    server = EngineServer(core, await _connect_store(arguments.kv_store, core.block_nbytes))
+    store = await _connect_store(arguments.kv_store, core.block_nbytes)
+    server = EngineServer(core, arguments.max_waiting, store)
     runner = web.AppRunner(
         server.application(),
         handler_cancellation=True,
@@ -547,18 +467,22 @@ async def serve(arguments: argparse.Namespace) -> None:
         shutdown_timeout=SHUTDOWN_SECONDS,
     )
     await runner.setup()
-    site = web.TCPSite(runner, arguments.host, arguments.port)
-    await site.start()
+    await web.TCPSite(runner, arguments.host, arguments.port).start()
     bootstrap_port = await server.listen_bootstrap(arguments.host, arguments.bootstrap_port)
-    stepping = asyncio.create_task(server.run())
     announce(port=runner.addresses[0][1], bootstrap_port=bootstrap_port)
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({stepping, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    if stepping.done():
-        stepping.result()
+    await _first(server.run(), stop.wait())
     server.close()
     await runner.cleanup()
-    stepping.cancel()
+
+
+async def _first(*coroutines: Awaitable[Any]) -> None:
+    """Run several until one ends, and raise what it raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in rest:
+        task.cancel()
+    for task in done:
+        task.result()
 
 
 async def _connect_store(address: str | None, block_nbytes: int) -> StoreClient | None:
@@ -586,8 +510,9 @@ def main() -> None:
     parser.add_argument("--max-waiting", type=int, default=256)
     parser.add_argument("--kv-store", help="host:port of a running KV store; without it there is none")
     parser.add_argument("--weights-version", type=int, default=0)
+    arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    asyncio.run(serve(parser.parse_args()))
+    asyncio.run(serve(arguments))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from prorsa.engines.embedded.frames import FrameError, FrameProtocol
+from prorsa.engines.protocol import Bootstrap
 
 MAGIC = b"PKV1"
 HELLO = struct.Struct("<4sQqII")
@@ -70,6 +71,8 @@ class Handover:
     prompt: Prompt
     n_blocks: int
     export_block: Callable[[int], memoryview]
+    on_pull: Callable[[], None]
+    """The decode side has allocated the blocks: only now is it worth computing."""
     on_done: Callable[[], None]
     on_lost: Callable[[str], None]
     first: FirstToken | None = None
@@ -153,7 +156,7 @@ class Rooms:
         leg = self._legs.get(room)
         if leg is not None and leg._next is None:
             leg._next = first_block
-            leg._send()
+            leg.on_pull()
 
     def done(self, room: int) -> None:
         leg = self._legs.get(room)
@@ -263,9 +266,10 @@ class Pull(FrameProtocol):
         self._hello: bytes | None = None
         self._pull: bytes | None = None
 
-    async def connect(self, host: str, port: int, room: int, prompt: Prompt) -> None:
+    async def connect(self, bootstrap: Bootstrap, prompt: Prompt) -> None:
         """Failing calls `on_lost`."""
-        self._hello = HELLO.pack(MAGIC, room, prompt.weights_version, prompt.block_nbytes, prompt.tokens)
+        host, port = bootstrap.host, bootstrap.port
+        self._hello = HELLO.pack(MAGIC, bootstrap.room, prompt.weights_version, prompt.block_nbytes, prompt.tokens)
         try:
             async with asyncio.timeout(ROOM_SECONDS):
                 await asyncio.get_running_loop().create_connection(lambda: self, host, port)
