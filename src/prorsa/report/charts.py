@@ -22,7 +22,7 @@ from prorsa.report.measures import (
     rewards_by_order,
     role_spans,
 )
-from prorsa.report.rundir import Run, Step
+from prorsa.report.rundir import Run, StepRecord
 from prorsa.report.svg import Chart, Lane, Series, Span, lane_chart, line_chart, number
 
 MOST_LANES = 150
@@ -90,7 +90,7 @@ def reward_chart(drawn: Drawn) -> Chart | None:
             for split, colour in (("train", "prefill"), ("test", "decode"))
             if any(step.split == split for step in steps)
         ]
-        return line_chart(series, "step", "mean reward", y_top=_reward_top(series))
+        return line_chart(series, "step", "mean reward", y_top=_reward_top(series), whole_x=True)
     times, rewards = rewards_by_order(drawn.replayed)
     if not len(times):
         return None
@@ -98,7 +98,7 @@ def reward_chart(drawn: Drawn) -> Chart | None:
     return line_chart(series, TIME, "mean reward", x_range=drawn.x_range, y_top=_reward_top(series))
 
 
-def _by_step(steps: Sequence[Step], split: str) -> tuple[list[float], list[float]]:
+def _by_step(steps: Sequence[StepRecord], split: str) -> tuple[list[float], list[float]]:
     chosen = [step for step in steps if step.split == split]
     return [float(step.step) for step in chosen], [step.reward for step in chosen]
 

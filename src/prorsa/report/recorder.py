@@ -20,7 +20,7 @@ from prorsa.cluster.observers import Decision, Flip, TurnRecord
 from prorsa.engines.protocol import Role
 from prorsa.lifecycle import Done, Dropped, State, TraceWriter, Transition
 from prorsa.report import rundir
-from prorsa.report.rundir import Json, Step
+from prorsa.report.rundir import Json, StepRecord
 from prorsa.rollout.records import TrajectoryRecord
 
 STATUS_EVERY = 0.25
@@ -99,7 +99,7 @@ class RunRecorder:
         self._at(time)
         self._write_status(now=True)
 
-    def step(self, step: Step) -> None:
+    def step(self, step: StepRecord) -> None:
         """The end of a training or rollout step; `rundir.record_step` does the same from another process."""
         rundir.record_step(self.directory, step)
         self._write_status(now=True)

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepRecord:
     """One training or rollout step."""
 
     step: int
@@ -111,7 +111,7 @@ class Run:
     turns: list[TurnRecord]
     flips: list[Flip]
     instances: list[InstanceChange]
-    steps: list[Step]
+    steps: list[StepRecord]
     problems: list[str]
     """What could not be read, such as the last line of a killed run; everything before it is here."""
 
@@ -170,8 +170,8 @@ def load_instance(line: Json) -> InstanceChange:
     return InstanceChange(line["time"], line["name"], Role(line["role"]), InstanceState(line["state"]))
 
 
-def load_step(line: Json) -> Step:
-    return Step(**line)
+def load_step(line: Json) -> StepRecord:
+    return StepRecord(**line)
 
 
 def append_line(path: Path, record: Json) -> None:
@@ -180,12 +180,12 @@ def append_line(path: Path, record: Json) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def record_step(directory: str | Path, step: Step) -> None:
+def record_step(directory: str | Path, step: StepRecord) -> None:
     """Add a step to a run directory. Works from any process, such as a trainer that is not the one of the recorder."""
     append_line(Path(directory) / STEPS, asdict(step))
 
 
-def read_steps(directory: Path) -> list[Step]:
+def read_steps(directory: Path) -> list[StepRecord]:
     return list(_lines(directory / STEPS, load_step, []))
 
 

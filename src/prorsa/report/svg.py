@@ -137,6 +137,8 @@ class Scale:
     start: float
     end: float
     log: bool = False
+    whole: bool = False
+    """Ticks at whole numbers only."""
 
     def __call__(self, value: float) -> float:
         low, high = self.low, self.high
@@ -147,7 +149,8 @@ class Scale:
 
     def ticks(self) -> list[float]:
         if not self.log:
-            return nice_ticks(self.low, self.high)
+            ticks = nice_ticks(self.low, self.high)
+            return [tick for tick in ticks if tick == round(tick)] if self.whole else ticks
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         fine = (1, 2, 5) if len(decades) <= 3 else (1,)
         ticks = [10.0**decade * factor for decade in decades for factor in fine]
@@ -190,6 +193,7 @@ def line_chart(
     x_range: tuple[float, float] | None = None,
     y_top: float | None = None,
     log: bool = False,
+    whole_x: bool = False,
     marks: Sequence[float] = (),
 ) -> Chart:
     """Lines over a common x axis. `marks` are x values of thin vertical lines; `log` is for the y axis."""
@@ -198,9 +202,9 @@ def line_chart(
     low_x, high_x = x_range or (min(xs, default=0.0), max(xs, default=1.0))
     low_y = 0.8 * min(ys, default=1.0) if log else min(0.0, min(ys, default=0.0))
     high_y = y_top if y_top is not None else 1.08 * max(ys, default=1.0) or 1.0
-    x = Scale(low_x, high_x, LEFT, WIDTH - RIGHT)
+    x = Scale(low_x, high_x, LEFT, WIDTH - RIGHT, whole=whole_x)
     y = Scale(low_y, high_y, height - BOTTOM, TOP, log)
-    legend = [(one.name, one.colour) for one in series]
+    legend = [(one.name, _swatch(one)) for one in series]
     body = (
         _legend(legend) + _grid(x, y, height) + _marks(marks, x, height) + "".join(_line(one, x, y) for one in series)
     )
@@ -221,7 +225,7 @@ def lane_chart(
     height = TOP + lane_height * len(lanes) + BOTTOM
     x = Scale(*x_range, LEFT, WIDTH - RIGHT)
     gap = 0.2 * lane_height if lane_height >= 10 else 0.0
-    parts = [_legend(legend), _marks(marks, x, height)]
+    parts = [_legend([(name, _square(colour)) for name, colour in legend]), _marks(marks, x, height)]
     for row, lane in enumerate(lanes):
         top = TOP + row * lane_height + gap / 2
         if lane_height >= 10:
@@ -251,12 +255,10 @@ def _line(series: Series, x: Scale, y: Scale) -> str:
     points = [(x(a), y(b)) for a, b in zip(series.x, series.y, strict=True)]
     if not points:
         return ""
-    path = "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in points)
-    dash = {"stroke_dasharray": "5 4"} if series.dashed else {}
-    colour = f"var(--{series.colour})"
-    drawn = tag("path", d=path, fill="none", stroke=colour, stroke_width=1.8, stroke_linejoin="round", **dash)
+    drawn = _path(series, "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in points))
     if not series.dots:
         return drawn
+    colour = f"var(--{series.colour})"
     dots = [
         tag(
             "circle", tag("title", escape(f"{series.name}: {number(b)} at {number(a)}")), cx=px, cy=py, r=3, fill=colour
@@ -266,13 +268,29 @@ def _line(series: Series, x: Scale, y: Scale) -> str:
     return drawn + "".join(dots)
 
 
+def _path(series: Series, path: str) -> str:
+    dash = {"stroke_dasharray": "5 4"} if series.dashed else {}
+    colour = f"var(--{series.colour})"
+    return tag("path", d=path, fill="none", stroke=colour, stroke_width=1.8, stroke_linejoin="round", **dash)
+
+
+def _swatch(series: Series) -> str:
+    """A short piece of the line, as a legend shows it at its origin."""
+    return _path(series, "M0 15H20")
+
+
+def _square(colour: str) -> str:
+    return tag("rect", x=4, y=9, width=12, height=12, rx=2, fill=f"var(--{colour})")
+
+
 def _legend(entries: Sequence[tuple[str, str]]) -> str:
+    """(name, swatch) side by side above the plot."""
     parts: list[str] = []
     left = float(LEFT)
-    for name, colour in entries:
-        parts.append(tag("rect", x=left, y=9, width=12, height=12, rx=2, fill=f"var(--{colour})"))
-        parts.append(text(name, left + 17, 19))
-        left += 17 + 6.6 * len(name) + 20
+    for name, swatch in entries:
+        parts.append(tag("g", swatch, transform=f"translate({left:g} 0)"))
+        parts.append(text(name, left + 26, 19))
+        left += 26 + 6.4 * len(name) + 18
     return "".join(parts)
 
 
