@@ -1,0 +1,148 @@
+"""Sandboxes for the whole rollout: some prewarmed, the others started cold, only a few of them starting at a time.
+
+Nothing outlives the pool. Every process ends with it: through `close`, or through the kernel if this process is killed.
+Every directory lies below one root, which is locked while its pool lives. A root without a lock was left behind by a
+killed process, and the next pool removes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+from prorsa.rollout.sandboxes.base import SandboxError
+from prorsa.rollout.sandboxes.process import Limits, ProcessSandbox, Worker, remove_tree
+
+log = logging.getLogger(__name__)
+
+ROOT_PREFIX = "prorsa-sandboxes-"
+STARTING = 2
+"""Interpreters that start at a time. More would not start sooner on few cores, and would slow whatever else runs there."""
+
+
+class Root:
+    """A locked directory below the system's temporary one."""
+
+    def __init__(self) -> None:
+        _remove_abandoned_roots()
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=ROOT_PREFIX))
+            self._handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(self._handle, fcntl.LOCK_EX)
+            # Another pool may have taken the directory for an abandoned one before it was locked.
+            if self.path.exists():
+                return
+            os.close(self._handle)
+
+    def close(self) -> None:
+        remove_tree(self.path)
+        os.close(self._handle)
+
+
+def _remove_abandoned_roots() -> None:
+    for path in Path(tempfile.gettempdir()).glob(f"{ROOT_PREFIX}*"):
+        # Gone meanwhile, another user's, or locked by a living pool.
+        with suppress(FileNotFoundError, PermissionError, BlockingIOError):
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_tree(path)
+            finally:
+                os.close(handle)
+
+
+class SandboxPool:
+    """`prewarmed` workers are kept ready and refilled in the background; a trajectory that finds none starts one cold.
+
+    Made on the event loop's thread, as `async with SandboxPool(...) as pool`; it is a `Sandboxes`.
+    """
+
+    def __init__(
+        self, prewarmed: int = 8, timeout: float = 5.0, memory_mb: int = 256, file_mb: int = 4, output_chars: int = 2000
+    ) -> None:
+        self.prewarmed = prewarmed
+        self.limits = Limits(timeout, memory_mb, file_mb, output_chars)
+        self._ready: list[Worker] = []
+        self._living: set[Worker] = set()
+        self._starting = asyncio.Semaphore(STARTING)
+        self._taken = asyncio.Event()
+        """Wakes the refill."""
+        self._root: Root | None = None
+        self._refill: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> SandboxPool:
+        self._root = Root()
+        self._refill = asyncio.create_task(self._keep_prewarmed(), name="sandbox-refill")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def ready(self) -> int:
+        """Prewarmed sandboxes that wait for a trajectory."""
+        return len(self._ready)
+
+    @asynccontextmanager
+    async def sandbox(self) -> AsyncIterator[ProcessSandbox]:
+        """A sandbox for one trajectory; it is `start`ed inside the block and gone after it."""
+        worker = self._take()
+        sandbox = ProcessSandbox(worker, self._start)
+        try:
+            yield sandbox
+        finally:
+            sandbox.close()
+
+    async def close(self) -> None:
+        """End every sandbox; returns when no process and no directory is left. Trajectories that still run lose theirs."""
+        root, self._root = self._root, None
+        if self._refill is not None:
+            self._refill.cancel()
+            await asyncio.wait([self._refill])
+        living = list(self._living)
+        for worker in living:
+            worker.kill()
+        for worker in living:
+            await worker.ended.wait()
+        self._ready.clear()
+        if root is not None:
+            root.close()
+
+    def _take(self) -> Worker | None:
+        self._taken.set()
+        while self._ready:
+            worker = self._ready.pop()
+            if not worker.ended.is_set():
+                return worker
+        return None
+
+    async def _start(self) -> Worker:
+        async with self._starting:
+            if self._root is None:
+                raise SandboxError("the sandbox pool is closed")
+            try:
+                worker = Worker(self._root.path, self.limits, self._living)
+            except OSError as error:
+                raise SandboxError(f"a sandbox did not start: {error}") from error
+            await worker.lock_in()
+        return worker
+
+    async def _keep_prewarmed(self) -> None:
+        while True:
+            self._taken.clear()
+            try:
+                while len(self._ready) < self.prewarmed:
+                    self._ready.append(await self._start())
+            except SandboxError as error:
+                # A trajectory that needs one meets the same error and says so; tried again when one is taken.
+                log.warning("%s", error)
+            await self._taken.wait()

@@ -1,0 +1,226 @@
+"""A sandbox is one Python process: `Worker` is the running interpreter, `ProcessSandbox` what a trajectory holds.
+
+What is isolated (Linux): memory, CPU time, file size, open files and wall time are bounded; the parent's environment,
+descriptors and site-packages are not inherited; the working directory is its own and goes when it ends. With Landlock
+the code writes only there and reads only there and in Python's libraries. With seccomp it starts no process or thread,
+opens no socket and signals nobody. `Worker.enforced` says which of the two the kernel grants; without them the code has
+the user's files and network. What is not isolated: how many files it writes, its share of the memory bus and of the CPU
+within its time, and the kernel itself. Against code that attacks the machine, run Prorsa inside a container or a VM.
+
+No worker is left behind: its end, whatever caused it, is noticed through a pidfd, and its directory is removed then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+import platform
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from prorsa.lifecycle.events import SandboxMode
+from prorsa.rollout.sandboxes.base import SandboxError
+
+log = logging.getLogger(__name__)
+
+RUNNER = Path(__file__).with_name("runner.py")
+START_TIMEOUT = 30.0
+"""Seconds until an interpreter must have reported; on an idle core it takes about 0.03 s."""
+CALLS_OF_CPU = 20
+"""A worker's CPU time over its life, in calls of full length: a bound for one whose parent hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    timeout: float = 5.0
+    """Wall time of one call, seconds."""
+    memory_mb: int = 256
+    """Address space, the interpreter's own included."""
+    file_mb: int = 4
+    """Size of one file."""
+    output_chars: int = 2000
+    """Longest printed text that a call returns; its traceback may take as much again."""
+
+
+class WorkerEnded(Exception):
+    """The interpreter ended during a call; the message says how."""
+
+
+class Worker:
+    """One interpreter process in a session of its own, with its socket and its directory.
+
+    Its parent is the thread that makes it, which therefore has to outlive it.
+    """
+
+    def __init__(self, root: Path, limits: Limits, living: set[Worker]) -> None:
+        """Start the process in a new directory below `root`. It is in `living` until it has ended. Raises `OSError`."""
+        self.limits = limits
+        self.home = Path(tempfile.mkdtemp(dir=root))
+        self.enforced: frozenset[str] = frozenset()
+        """Of "files" (Landlock) and "calls" (seccomp) those that the kernel enforces; known after `lock_in`."""
+        self.ended = asyncio.Event()
+        """Set once the process is reaped and the directory is gone."""
+        self._living = living
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        try:
+            self.process, self._pidfd, self._wire = _launch(self.home)
+        except OSError:
+            remove_tree(self.home)
+            raise
+        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+        living.add(self)
+
+    async def lock_in(self) -> None:
+        """Hand over the limits and wait until the interpreter enforces them. Raises `SandboxError`; it is dead then."""
+        settings = {
+            "parent": os.getpid(),
+            "memory_mb": self.limits.memory_mb,
+            "file_mb": self.limits.file_mb,
+            "cpu_s": math.ceil(self.limits.timeout * CALLS_OF_CPU),
+            "output_chars": self.limits.output_chars,
+        }
+        try:
+            report = json.loads(await self._call(json.dumps(settings), START_TIMEOUT))
+        except TimeoutError:
+            raise SandboxError(f"a sandbox did not start within {START_TIMEOUT:g} s") from None
+        except WorkerEnded as error:
+            raise SandboxError(f"a sandbox did not start: its interpreter {error}") from error
+        if "error" in report:
+            raise SandboxError(f"a sandbox did not start: {report['error']}")
+        self.enforced = frozenset(name for name, enforced in report.items() if enforced)
+
+    async def run(self, code: str) -> str:
+        """Raises `TimeoutError` or `WorkerEnded`; the process is dead then, as it is after a cancellation."""
+        return await self._call(code, self.limits.timeout)
+
+    def kill(self) -> None:
+        """Kill it now; `ended` is set soon after."""
+        if not self.ended.is_set():
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def _call(self, text: str, seconds: float) -> str:
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._exchange(text)
+        except (OSError, EOFError) as error:
+            self.kill()
+            if isinstance(error, TimeoutError):
+                raise
+            await self.ended.wait()
+            raise WorkerEnded(_manner(self.process.returncode)) from None
+        except BaseException:
+            self.kill()
+            raise
+
+    async def _exchange(self, text: str) -> str:
+        if self._streams is None:
+            self._streams = await asyncio.open_unix_connection(sock=self._wire)
+        reader, writer = self._streams
+        data = text.encode("utf-8", "replace")
+        writer.write(len(data).to_bytes(4, "big") + data)
+        await writer.drain()
+        length = int.from_bytes(await reader.readexactly(4), "big")
+        # Two texts of `output_chars`, four bytes a character, and their notes. Only a forged frame is longer.
+        if length > 8 * self.limits.output_chars + 1024:
+            raise EOFError
+        return (await reader.readexactly(length)).decode("utf-8", "replace")
+
+    def _reap(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self.process.wait()
+        if self._streams is None:
+            self._wire.close()
+        else:
+            self._streams[1].close()
+        self._living.discard(self)
+        try:
+            remove_tree(self.home)
+        except OSError as error:
+            log.warning("a sandbox's directory is left: %s", error)
+        self.ended.set()
+
+
+def _launch(home: Path) -> tuple[subprocess.Popen[bytes], int, socket.socket]:
+    """The process, a pidfd of it, and our end of its standard input, which is a socket."""
+    ours, theirs = socket.socketpair()
+    with theirs, ExitStack() as undo:
+        undo.callback(ours.close)
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-u", str(RUNNER)],
+            stdin=theirs.fileno(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=home,
+            env={},
+            start_new_session=True,
+        )
+        undo.callback(process.wait)
+        undo.callback(process.kill)
+        pidfd = os.pidfd_open(process.pid)
+        undo.pop_all()
+    return process, pidfd, ours
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory, also one whose code took its own permissions away."""
+    try:
+        shutil.rmtree(path)
+    except PermissionError:
+        path.chmod(0o700)
+        for parent, names, _ in os.walk(path):
+            for directory in (Path(parent, name) for name in names):
+                if not directory.is_symlink():
+                    directory.chmod(0o700)
+        shutil.rmtree(path)
+
+
+def _manner(returncode: int) -> str:
+    return f"was killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exited with code {returncode}"
+
+
+class ProcessSandbox:
+    """The sandbox of one trajectory: a worker, and a new one after a call that killed it."""
+
+    image = f"python-{platform.python_version()}"
+    node_class = f"{platform.machine()}-{os.cpu_count()}"
+
+    def __init__(self, prewarmed: Worker | None, start: Callable[[], Awaitable[Worker]]) -> None:
+        self.mode = SandboxMode.COLD if prewarmed is None else SandboxMode.PREWARMED
+        self._worker = prewarmed
+        self._start = start
+
+    async def start(self) -> None:
+        if self._worker is None:
+            self._worker = await self._start()
+
+    async def run(self, code: str) -> str:
+        await self.start()
+        assert self._worker is not None
+        worker, self._worker = self._worker, None
+        try:
+            result = await worker.run(code)
+        except TimeoutError:
+            return f"TimeoutError: no result within {worker.limits.timeout:g} s. {LOST}"
+        except WorkerEnded as ended:
+            return f"The interpreter {ended}. {LOST}"
+        self._worker = worker
+        return result
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.kill()
+
+
+LOST = "It was restarted: its variables and files are lost."
