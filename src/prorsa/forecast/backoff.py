@@ -5,8 +5,7 @@ Invariant: a value added under `(a, b, c)` is in the statistics of `(a, b, c)`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from itertools import pairwise
+from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -75,17 +74,36 @@ def load_bucket(concurrency: NDArray[np.int32]) -> NDArray[np.int32]:
     return (np.frexp(np.maximum(concurrency, 1).astype(np.float64))[1] - 1).astype(np.int32)
 
 
-def same_class(*columns: NDArray[np.int32]) -> Iterator[NDArray[np.intp]]:
-    """Split rows into classes of equal values in every column; yields the row numbers of one class after another."""
-    if not len(columns[0]):
-        return
-    code = np.zeros(len(columns[0]), dtype=np.int64)
+def resolve(
+    columns: Sequence[NDArray[np.int32]], find: Callable[..., S | None], unknown: S
+) -> tuple[list[S], NDArray[np.intp]]:
+    """The statistic that each row's class has: (distinct statistics, index into them for each row).
+
+    `columns` are the codes of the conditioning key, one row an operation. `find` is called once for each class that occurs,
+    with its codes; where it knows nothing, `unknown` stands in.
+    """
+    rows = len(columns[0])
+    if not rows:
+        return [unknown], np.zeros(0, dtype=np.intp)
+    code, span = np.zeros(rows, dtype=np.int64), 1
     for column in columns:
         low = int(column.min())
-        code *= int(column.max()) - low + 1
-        code += column - low
+        width = int(column.max()) - low + 1
+        code *= width
+        code += column
+        code -= low
+        span *= width
+    # A narrow type sorts several times faster.
+    code = code.astype(np.min_scalar_type(span))
     order = np.argsort(code, kind="stable")
     ordered = code[order]
-    bounds = np.concatenate(([0], np.flatnonzero(ordered[1:] != ordered[:-1]) + 1, [len(order)])).tolist()
-    for begin, end in pairwise(bounds):
-        yield order[begin:end]
+    first = np.concatenate(([0], np.flatnonzero(ordered[1:] != ordered[:-1]) + 1))
+    statistics: dict[int, tuple[int, S]] = {}
+    chosen = []
+    for key in zip(*(column[order[first]].tolist() for column in columns), strict=True):
+        found = find(*key)
+        statistic = unknown if found is None else found
+        chosen.append(statistics.setdefault(id(statistic), (len(statistics), statistic))[0])
+    which = np.empty(rows, dtype=np.intp)
+    which[order] = np.repeat(chosen, np.diff(first, append=rows))
+    return [statistic for _, statistic in statistics.values()], which

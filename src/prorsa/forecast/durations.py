@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,16 +15,11 @@ WINDOW = 512
 
 
 class Durations:
-    """The last `WINDOW` durations of one class, in seconds.
-
-    An operation that has outlived every stored sample (or of which none was ever seen) is beyond the evidence. Its chance
-    of ending then follows the scale-free rule Pr(T < e + h | T > e) = h / (e + h): as likely as not it doubles its age.
-    """
+    """The last `WINDOW` durations of one class, in seconds."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self._sorted: Floats | None = None
-        self._sums: Floats = np.zeros(1)
 
     def add(self, value: float) -> None:
         self._recent.append(value)
@@ -32,36 +28,61 @@ class Durations:
     def __len__(self) -> int:
         return len(self._recent)
 
-    def ends_within(self, elapsed: Floats, horizon: Floats | float) -> Floats:
-        """Pr(T < e + h | T > e) for every elapsed time e, in [0, 1]; the two arguments broadcast."""
-        longer, ending = self._counts(elapsed, horizon)
-        beyond = horizon / np.maximum(elapsed + horizon, np.finfo(np.float64).tiny)
-        return np.where(longer > 0, ending / np.maximum(longer, 1), beyond)
+    def ascending(self) -> Floats:
+        if self._sorted is None:
+            self._sorted = np.sort(np.array(self._recent, dtype=np.float64))
+        return self._sorted
 
-    def residual(self, elapsed: Floats, horizon: float) -> Floats:
-        """Seconds until the end, given that it comes within the horizon: the mean over the samples that end there.
+
+class Running:
+    """Operations that are still running: operation i, of class `classes[which[i]]`, has taken `elapsed[i]` seconds so far.
+
+    One that has outlived every stored sample (or of whose class none was ever seen) is beyond the evidence. Its chance of
+    ending then follows the scale-free rule Pr(T < e + h | T > e) = h / (e + h): as likely as not it doubles its age.
+    """
+
+    def __init__(self, classes: Sequence[Durations], which: NDArray[np.intp], elapsed: Floats) -> None:
+        self._elapsed = elapsed
+        self._which = which
+        sizes = [len(durations) for durations in classes]
+        self._begin = np.concatenate(([0], np.cumsum(sizes)))[which]
+        samples = np.concatenate([durations.ascending() for durations in classes])
+        self._sums = np.concatenate(([0.0], np.cumsum(samples)))
+        # Complex numbers are ordered by real part, then imaginary part: one search covers the samples of all classes.
+        self._samples = _keys(np.repeat(np.arange(len(sizes)), sizes), samples)
+        self._past = np.searchsorted(self._samples, _keys(which, elapsed), side="right")
+        """Index of the first sample of the class that is > e."""
+        self._longer = self._begin + np.array(sizes)[which] - self._past
+        """How many samples of the class are > e."""
+
+    def ends_within(self, horizon: float) -> Floats:
+        """Pr(T < e + h | T > e) for each operation, in [0, 1]."""
+        beyond = horizon / np.maximum(self._elapsed + horizon, _TINY)
+        return np.where(self._longer > 0, self._ending(horizon) / np.maximum(self._longer, 1), beyond)
+
+    def residual(self, horizon: float) -> Floats:
+        """Seconds until each ends, given that it does within the horizon: the mean over the samples that end there.
 
         Beyond the evidence: the median under the scale-free rule. Where no sample ends within the horizon: the horizon.
         """
-        samples = self._samples()
-        low, high = self._bounds(elapsed, horizon)
-        inside = np.maximum(high - low, 1)
-        mean = (self._sums[np.maximum(high, low)] - self._sums[low]) / inside - elapsed
-        beyond = elapsed * horizon / np.maximum(2 * elapsed + horizon, np.finfo(np.float64).tiny)
-        found = np.where(high > low, np.clip(mean, 0.0, horizon), horizon)
-        return np.where(low < len(samples), found, beyond)
+        ending = self._ending(horizon)
+        total = self._sums[self._past + ending] - self._sums[self._past]
+        mean = np.clip(total / np.maximum(ending, 1) - self._elapsed, 0.0, horizon)
+        beyond = self._elapsed * horizon / np.maximum(2 * self._elapsed + horizon, _TINY)
+        return np.where(self._longer > 0, np.where(ending > 0, mean, horizon), beyond)
 
-    def _counts(self, elapsed: Floats, horizon: Floats | float) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        low, high = self._bounds(elapsed, horizon)
-        return len(self._recent) - low, np.maximum(high - low, 0)
+    def _ending(self, horizon: float) -> NDArray[np.intp]:
+        """How many samples of the class are > e and < e + h."""
+        before = np.searchsorted(self._samples, _keys(self._which, self._elapsed + horizon), side="left")
+        ending: NDArray[np.intp] = np.maximum(before - self._past, 0)
+        return ending
 
-    def _bounds(self, elapsed: Floats, horizon: Floats | float) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """How many samples are <= e, and how many are < e + h."""
-        samples = self._samples()
-        return np.searchsorted(samples, elapsed, side="right"), np.searchsorted(samples, elapsed + horizon, side="left")
 
-    def _samples(self) -> Floats:
-        if self._sorted is None:
-            self._sorted = np.sort(np.array(self._recent, dtype=np.float64))
-            self._sums = np.concatenate(([0.0], np.cumsum(self._sorted)))
-        return self._sorted
+_TINY = np.finfo(np.float64).tiny
+
+
+def _keys(which: NDArray[np.intp], seconds: Floats) -> NDArray[np.complex128]:
+    keys = np.empty(len(which), dtype=np.complex128)
+    keys.real = which
+    keys.imag = seconds
+    return keys

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prorsa.forecast.admissions import PrefillTime, finish_inflight, finish_queued
-from prorsa.forecast.backoff import Backoff, Ema, load_bucket, same_class
+from prorsa.forecast.backoff import Backoff, Ema, load_bucket, resolve
 from prorsa.forecast.correction import BiasCorrection
-from prorsa.forecast.durations import Durations, Floats
+from prorsa.forecast.durations import Durations, Floats, Running
 from prorsa.forecast.forecast import Forecast
 from prorsa.forecast.injection import Injection
 from prorsa.forecast.lengths import PromptLengths
@@ -201,39 +201,32 @@ class LifecycleForecaster:
 
     def _rewards_within(self, snapshot: Snapshot, rows: NDArray[np.intp], horizons: Floats) -> Floats:
         """The sum of q_i (Eq. 2) over `rows` for each of `horizons`."""
-        total = np.zeros(len(horizons))
-        for members in same_class(snapshot.task[rows]):
-            chosen = rows[members]
-            durations = self._rewards.find((snapshot.names.tasks[snapshot.task[chosen[0]]],)) or Durations()
-            elapsed = np.maximum(snapshot.time - snapshot.since[chosen], 0.0)
-            total += durations.ends_within(elapsed[:, None], horizons).sum(axis=0)
-        return total
+        tasks = snapshot.names.tasks
+        classes, which = resolve(
+            [snapshot.task[rows]], lambda task: self._rewards.find((tasks[task],)), unknown=Durations()
+        )
+        running = Running(classes, which, _elapsed(snapshot, rows))
+        return np.array([running.ends_within(until).sum() for until in horizons.tolist()])
 
     def _startup(
         self, snapshot: Snapshot, sampled: NDArray[np.intp], starting: NDArray[np.intp], horizon: float
     ) -> Arrivals:
         """Eq. 6, 7. A trajectory whose sandbox does not start yet is among them, by the delay from injection to READY."""
         rows = np.concatenate((sampled, starting))
-        probability, residual = np.zeros(len(rows)), np.zeros(len(rows))
-        elapsed = np.maximum(snapshot.time - snapshot.since[rows], 0.0)
-        names = snapshot.names
-        columns = [
-            snapshot.mode[rows].astype(np.int32),
-            snapshot.image[rows],
-            snapshot.node_class[rows],
-            load_bucket(snapshot.concurrency[rows]),
-        ]
-        columns[0][: len(sampled)] = _SAMPLED
-        for members in same_class(*columns):
-            mode, image, node_class, load = (int(column[members[0]]) for column in columns)
+        mode = snapshot.mode[rows].astype(np.int32)
+        mode[: len(sampled)] = _SAMPLED
+        load = load_bucket(snapshot.concurrency[rows])
+        images, node_classes = snapshot.names.images, snapshot.names.node_classes
+
+        def find(mode: int, image: int, node_class: int, load: int) -> Durations | None:
             if mode == _SAMPLED:
-                found = self._dispatch.find(())
-            else:
-                found = self._startups.find((MODES[mode], names.images[image], names.node_classes[node_class], load))
-            durations = found or Durations()
-            probability[members] = durations.ends_within(elapsed[members], horizon)
-            residual[members] = durations.residual(elapsed[members], horizon)
-        return Arrivals(snapshot.time + residual, probability, self._first_prompts(snapshot, rows))
+                return self._dispatch.find(())
+            return self._startups.find((MODES[mode], images[image], node_classes[node_class], load))
+
+        columns = [mode, snapshot.image[rows], snapshot.node_class[rows], load]
+        running = Running(*resolve(columns, find, unknown=Durations()), _elapsed(snapshot, rows))
+        arrival = snapshot.time + running.residual(horizon)
+        return Arrivals(arrival, running.ends_within(horizon), self._first_prompts(snapshot, rows))
 
     def _first_prompts(self, snapshot: Snapshot, rows: NDArray[np.intp]) -> Floats:
         """x_k: the first prompt's length where it is known, else what its task leads to expect."""
@@ -243,23 +236,22 @@ class LifecycleForecaster:
 
     def _tool(self, snapshot: Snapshot, rows: NDArray[np.intp], horizon: float) -> Arrivals:
         """Eq. 10, 11. Until any tool has returned, a running one is taken to run for as long again as it has."""
-        names = snapshot.names
-        elapsed = np.maximum(snapshot.time - snapshot.since[rows], 0.0)
-        residual, tokens = elapsed.copy(), snapshot.tokens[rows].astype(np.float64)
-        columns = (
-            snapshot.task[rows],
-            snapshot.tool[rows],
-            snapshot.turn[rows],
-            load_bucket(snapshot.concurrency[rows]),
+        tasks, tools = snapshot.names.tasks, snapshot.names.tools
+        task, tool = snapshot.task[rows], snapshot.tool[rows]
+        classes, which = resolve(
+            [task, tool, snapshot.turn[rows], load_bucket(snapshot.concurrency[rows])],
+            lambda task, tool, turn, load: self._tools.find(tasks[task], tools[tool], turn, load),
+            unknown=Ema(1.0, value=np.nan),
         )
-        for members in same_class(*columns):
-            task, tool, turn, load = (int(column[members[0]]) for column in columns)
-            expected = self._tools.expected(names.tasks[task], names.tools[tool], turn, load)
-            if expected is not None:
-                residual[members] = np.maximum(expected - elapsed[members], 0.0)
-            tokens[members] += self._lengths.appended(names.tasks[task], names.tools[tool])
+        expected = np.array([durations.value for durations in classes])[which]
+        elapsed = _elapsed(snapshot, rows)
+        residual = np.where(np.isnan(expected), elapsed, np.maximum(expected - elapsed, 0.0))
+        results, result = resolve(
+            [task, tool], lambda task, tool: self._lengths.appended(tasks[task], tools[tool]), unknown=Ema(1.0)
+        )
+        tokens = snapshot.tokens[rows] + np.array([appended.value for appended in results])[result]
         returning = residual < horizon
-        return Arrivals(snapshot.time + residual[returning], np.ones(int(returning.sum())), tokens[returning])
+        return Arrivals(snapshot.time + residual[returning], np.ones(np.count_nonzero(returning)), tokens[returning])
 
     def _admissions(
         self,
@@ -298,6 +290,10 @@ class LifecycleForecaster:
 
     def _admitted(self, tokens: Floats, weight: Floats) -> Admitted:
         return Admitted(float(weight @ tokens), float(weight @ self._kv_footprint(tokens)))
+
+
+def _elapsed(snapshot: Snapshot, rows: NDArray[np.intp]) -> Floats:
+    return np.maximum(snapshot.time - snapshot.since[rows], 0.0)
 
 
 _NOTHING = Arrivals(np.zeros(0), np.zeros(0), np.zeros(0))

@@ -27,6 +27,6 @@ class PromptLengths:
         found = self._first.find(() if task is None else (task,))
         return found.value if found else 0.0
 
-    def appended(self, task: str, tool: str) -> float:
-        found = self._appended.find((task, tool))
-        return found.value if found else 0.0
+    def appended(self, task: str, tool: str) -> Ema | None:
+        """The mean of what a result of the tool appends; None until any tool has returned."""
+        return self._appended.find((task, tool))

@@ -21,7 +21,6 @@ class ToolDurations:
         """A tool returned after `seconds`. `turn` is the index of the turn it belongs to, `load` a `load_bucket`."""
         self._durations.add((task, tool, min(turn, MAX_TURN), load), seconds)
 
-    def expected(self, task: str, tool: str, turn: int, load: int) -> float | None:
-        """tau, seconds; None until any tool has returned."""
-        found = self._durations.find((task, tool, min(turn, MAX_TURN), load))
-        return found.value if found else None
+    def find(self, task: str, tool: str, turn: int, load: int) -> Ema | None:
+        """The average that stands for tau, seconds; None until any tool has returned."""
+        return self._durations.find((task, tool, min(turn, MAX_TURN), load))

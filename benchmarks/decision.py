@@ -1,0 +1,202 @@
+"""How long one decision takes: snapshot, forecast and allocation, at 10,000 and 100,000 live trajectories on one core.
+
+    OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 python benchmarks/decision.py
+
+The trajectories are in a realistic mix of states (four tasks, twelve tools, 200 images, 64 instances, up to 40 turns), and
+the forecaster has learnt its statistics from the events that brought them there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from time import perf_counter
+
+import numpy as np
+
+from prorsa.allocation.policies import Adaptive, Demand
+from prorsa.allocation.solver import Allocation
+from prorsa.forecast import GroupReplenishment, LifecycleForecaster
+from prorsa.lifecycle import events as e
+from prorsa.lifecycle.snapshot import Transition
+from prorsa.lifecycle.states import State
+from prorsa.lifecycle.tracker import Tracker
+
+HORIZON = 10.0
+LIMITS = {10_000: 10.0, 100_000: 100.0}
+"""Live trajectories -> milliseconds that the decision may take."""
+
+PREFILL = tuple(f"prefill-{n}" for n in range(32))
+DECODE = tuple(f"decode-{n}" for n in range(32))
+TASKS = tuple(f"task-{n}" for n in range(4))
+TOOLS = tuple(f"tool-{n}" for n in range(12))
+IMAGES = tuple(f"image-{n}" for n in range(200))
+GROUP = 8
+TOKENS_PER_S = 8000.0
+
+MIX = {
+    State.SAMPLED: 0.01,
+    State.SANDBOX_STARTING: 0.05,
+    State.READY: 0.08,
+    State.PREFILL: 0.01,
+    State.DECODE: 0.45,
+    State.TOOL: 0.35,
+    State.REWARD: 0.05,
+}
+
+
+class History:
+    """Brings `live` trajectories into the states of `MIX`, through legal events timed in order for each trajectory."""
+
+    def __init__(self, live: int, seed: int = 0) -> None:
+        self.random = np.random.default_rng(seed)
+        self.tracker = Tracker()
+        self.forecaster = LifecycleForecaster(GroupReplenishment(GROUP), prefill_tokens_per_s=TOKENS_PER_S)
+        self.events = 0
+        self.seconds = {"tracker": 0.0, "forecaster": 0.0}
+        states = self.random.choice([int(state) for state in MIX], size=live, p=list(MIX.values()))
+        events = [event for n in range(live // 8) for event in self._run(f"past-{n}", None)]
+        events += [event for n, state in enumerate(states.tolist()) for event in self._run(f"live-{n}", State(state))]
+        events.sort(key=lambda event: event.time)
+        for event in events:
+            self._apply(event)
+
+    def _run(self, name: str, stop: State | None) -> Iterator[e.Event]:
+        """One trajectory from its sampling to `stop`, or to its end; it gets there just before time 0."""
+        turns = 1 + int(self.random.integers(0, 4 if stop is not State.REWARD else 3))
+        way = self._way(name, stop, turns)
+        total = sum(pause for pause, _ in way)
+        time = -total - float(self.random.exponential(2.0))
+        for pause, make in way:
+            time += pause
+            yield make(time)
+
+    def _way(self, name: str, stop: State | None, turns: int) -> list[tuple[float, Callable[[float], e.Event]]]:
+        random = self.random
+        task = TASKS[int(random.integers(len(TASKS)))]
+        image = IMAGES[int(random.integers(len(IMAGES)))]
+        group = name.split("-")[0] + str(int(name.split("-")[1]) // GROUP)
+        mode = e.SandboxMode.COLD if random.random() < 0.3 else e.SandboxMode.PREWARMED
+        tokens = int(random.integers(1000, 8000))
+        way: list[tuple[float, Callable[[float], e.Event]]] = [(0.0, lambda t: e.Sampled(t, name, group, task))]
+        if stop is State.SAMPLED:
+            return way
+        way.append((0.1, lambda t: e.SandboxStarting(t, name, mode, image, "cpu")))
+        if stop is State.SANDBOX_STARTING:
+            return way
+        pause = float(random.lognormal(2.5 if mode is e.SandboxMode.COLD else 0.5, 0.4))
+        for turn in range(turns):
+            last, length = turn == turns - 1, tokens
+            prefill = PREFILL[int(random.integers(len(PREFILL)))]
+            decode = DECODE[int(random.integers(len(DECODE)))]
+            way.append((pause, lambda t, length=length: e.Ready(t, name, length)))
+            if last and stop is State.READY:
+                return way
+            way.append((float(random.exponential(0.5)), lambda t, on=prefill: e.PrefillStarted(t, name, on)))
+            if last and stop is State.PREFILL:
+                return way
+            way.append((0.01 + length / TOKENS_PER_S, lambda t, on=decode: e.DecodeStarted(t, name, on)))
+            if last and stop is State.DECODE:
+                return way
+            tokens += int(random.integers(50, 800))
+            length = tokens
+            if last and stop is not State.TOOL:
+                break
+            tool = TOOLS[int(random.integers(len(TOOLS)))]
+            way.append((float(random.exponential(8.0)), lambda t, n=length, use=tool: e.ToolStarted(t, name, use, n)))
+            if last:
+                return way
+            tokens += int(random.integers(100, 3000))
+            pause = float(random.lognormal(1.5, 0.6))
+        way.append((float(random.exponential(8.0)), lambda t, n=tokens: e.RewardStarted(t, name, n)))
+        if stop is None:
+            way.append((float(random.lognormal(1.5, 0.4)), lambda t: e.Done(t, name, 1.0, admitted=bool(turns % 5))))
+        return way
+
+    def _apply(self, event: e.Event) -> None:
+        begin = perf_counter()
+        transition: Transition = self.tracker.apply(event)
+        applied = perf_counter()
+        self.forecaster.observe(transition)
+        self.seconds["forecaster"] += perf_counter() - applied
+        self.seconds["tracker"] += applied - begin
+        self.events += 1
+
+
+def decide(history: History, policy: Adaptive, current: Allocation) -> tuple[float, float, float]:
+    """Milliseconds of the snapshot, the forecast and the allocation."""
+    begin = perf_counter()
+    snapshot = history.tracker.snapshot(0.0)
+    seen = perf_counter()
+    forecast = history.forecaster.forecast(snapshot, HORIZON, PREFILL)
+    foretold = perf_counter()
+    demand = Demand(
+        prefill_tokens=forecast.prefill_tokens,
+        prefill_speed=TOKENS_PER_S,
+        horizon=HORIZON,
+        decode_tokens=forecast.decode_kv + forecast.admitted_kv,
+        decode_capacity=4e6,
+    )
+    policy.decide(demand, current, live=True)
+    decided = perf_counter()
+    return (seen - begin) * 1e3, (foretold - seen) * 1e3, (decided - foretold) * 1e3
+
+
+def learn_between(history: History, events: int) -> None:
+    """New samples in many classes, so that a repeated decision does not find everything sorted already."""
+    for n in range(events):
+        key = (str(e.SandboxMode.COLD), IMAGES[n % len(IMAGES)], "cpu", n % 12)
+        history.forecaster._startups.add(key, 5.0 + n % 7)
+        history.forecaster._rewards.add((TASKS[n % len(TASKS)],), 4.0 + n % 5)
+
+
+def measure(live: int, repeats: int) -> bool:
+    history = History(live)
+    policy = Adaptive(m_p=1, m_d=1, gpus=64)
+    current = Allocation(len(PREFILL), len(DECODE))
+    decide(history, policy, current)
+    gc.collect()
+    rows = []
+    for _ in range(repeats):
+        learn_between(history, 500)
+        rows.append(decide(history, policy, current))
+    totals = sorted(sum(row) for row in rows)
+    parts = [statistics.median(column) for column in zip(*rows, strict=True)]
+    median, worst = statistics.median(totals), totals[int(0.95 * (len(totals) - 1))]
+    rates = [history.events / history.seconds[name] for name in ("tracker", "forecaster")]
+    print(
+        f"| {live:>7,} | {parts[0]:6.2f} | {parts[1]:6.2f} | {parts[2]:6.2f} | {median:6.2f} | {worst:6.2f} "
+        f"| {LIMITS[live]:5.0f} | {rates[0]:9,.0f} | {rates[1]:9,.0f} |"
+    )
+    return median < LIMITS[live]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=41)
+    repeats = parser.parse_args().repeats
+    print(f"Machine: {processor()}, one core; Python {platform.python_version()}, numpy {np.__version__}")
+    print(f"Command: {' '.join(['python', *sys.argv])} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')})")
+    print("Milliseconds, medians; events/s are of the tracker alone and of the forecaster's learning alone.\n")
+    print("|    live | snapshot | forecast | allocation | decision | 95th % | limit | tracker events/s | learning events/s |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    passed = [measure(live, repeats) for live in LIMITS]
+    return 0 if all(passed) else 1
+
+
+def processor() -> str:
+    """The CPU's model name where the system tells it."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
