@@ -8,12 +8,13 @@ import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from prorsa.assembly import build_task, checkpoint
 from prorsa.config import Config, dump_config
 from prorsa.integrations.verl import loaded
 from prorsa.integrations.verl.overrides import (
@@ -23,17 +24,21 @@ from prorsa.integrations.verl.overrides import (
     metrics_file,
     router_file,
     test_file,
+    tmp_dir,
     train_file,
     verl_overrides,
 )
 from prorsa.integrations.verl.settings import NAME, Settings
-from prorsa.rollout.tasks.arithmetic import ArithmeticTask
-from prorsa.rollout.tasks.base import Question
+from prorsa.report.rundir import StepRecord, record_step
+from prorsa.rollout.tasks.base import Question, Split
 
 LOG = "train.log"
-STEPS = "steps.jsonl"
 LOOK_SECONDS = 0.2
 """verl's file logger gives no signal, so its file is looked at this often."""
+LOG_LINES = 30
+"""How much of the log a failure shows."""
+LONGEST_TMP = 20
+"""Ray's socket paths, which lie below the work directory, must stay under 108 bytes."""
 
 
 class TrainingFailed(Exception):
@@ -41,73 +46,69 @@ class TrainingFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What verl logged for one step; step 0 is the evaluation before training."""
-
-    step: int
-    reward: float | None
-    """Mean reward of the trained batch."""
-    held_out: float | None
-    """Mean reward of the held-out questions, where they were evaluated after this step."""
-    metrics: dict[str, float]
-    """Everything verl logged, by its own names."""
-
-
-@dataclass(frozen=True, slots=True)
 class Summary:
-    steps: tuple[Step, ...]
+    steps: tuple[StepRecord, ...]
 
     @property
-    def held_out(self) -> tuple[float | None, float | None]:
-        """Mean held-out reward before and after training."""
-        values = [step.held_out for step in self.steps if step.held_out is not None]
-        return (values[0], values[-1]) if values else (None, None)
+    def rewards(self) -> list[float]:
+        """Mean reward of each trained batch."""
+        return [step.reward for step in self.steps if step.split == "train"]
+
+    @property
+    def held_out(self) -> list[float]:
+        """Mean reward on the held-out questions: before training, ..., after it."""
+        return [step.reward for step in self.steps if step.split == "test"]
 
 
-async def train(config: Config, run_dir: Path, on_step: Callable[[Step], None] = lambda _: None) -> Summary:
-    """Train as `config` says, writing to `run_dir`: `config.yaml`, `steps.jsonl`, `verl.jsonl`, `train.log`, and the records
-    of the rollout. Whatever happens, no process, socket or temporary file is left.
+async def train(config: Config, run_dir: Path, on_step: Callable[[StepRecord], None] = lambda _: None) -> Summary:
+    """Train as `config` says and write the run directory, `train.log` and `verl.jsonl` (verl's own metrics) included.
 
+    Whatever ends it, also a cancellation or a SIGKILL of this process, no process, socket or temporary file is left.
     Raises `TrainingFailed` or `loaded.NotLoaded`.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="prorsa-", dir=_short_tmp(), ignore_cleanup_errors=True) as work_dir:
         settings = Settings(str(run_dir.resolve()), work_dir)
+        config = complete(config)
         lay_out(config, settings)
-        steps: list[Step] = []
         supervisor = await start_trainer(config, settings)
+        steps: list[StepRecord] = []
         try:
-            with open(run_dir / STEPS, "w") as file:
-                async for step in follow(settings, supervisor):
-                    if not steps:
-                        loaded.require(settings, loaded.expected(config.train.mode))
-                    steps.append(step)
-                    file.write(json.dumps(asdict(step)) + "\n")
-                    file.flush()
-                    on_step(step)
+            async for step in follow(config, settings, supervisor):
+                loaded.require(settings, loaded.expected(config.train.mode))
+                record_step(run_dir, step)
+                steps.append(step)
+                on_step(step)
         finally:
             await end(supervisor)
     if supervisor.returncode != 0:
-        raise TrainingFailed(f"the trainer ended with status {supervisor.returncode}; its log {run_dir / LOG} ends with\n"
-                             + "\n".join(_tail(run_dir / LOG)))
+        log = run_dir / LOG
+        raise TrainingFailed(f"the trainer ended with status {supervisor.returncode}; {log} ends with\n{_tail(log)}")
     return Summary(tuple(steps))
+
+
+def complete(config: Config) -> Config:
+    """What the trainer's processes read: paths that hold in each of them, and the rollout mode that the trainer's implies."""
+    model = config.model.model_copy(update={"path": str(Path(checkpoint(config)).resolve())})
+    mode = "sync" if config.train.mode == "sync" else "async"
+    return config.model_copy(update={"model": model, "rollout": config.rollout.model_copy(update={"mode": mode})})
 
 
 def lay_out(config: Config, settings: Settings) -> None:
     """Write every file that the trainer's processes read."""
+    task = build_task(config)
+    tmp_dir(settings).mkdir()
     settings.config_path.write_text(dump_config(config))
-    task = ArithmeticTask()
     write_questions(train_file(settings), task.questions("train", config.task.train_questions, config.seed), "train")
     write_questions(test_file(settings), task.questions("test", config.task.test_questions, config.seed), "test")
     router = {"router_class": "prorsa.integrations.verl.router.ProrsaRouter", **settings.mapping()}
     router_file(settings).write_text(yaml.safe_dump(router))
-    agents_file(settings).write_text(
-        yaml.safe_dump([{"name": NAME, "_target_": "prorsa.integrations.verl.agent.ProrsaAgentLoop"}])
-    )
+    agent = {"name": NAME, "_target_": "prorsa.integrations.verl.agent.ProrsaAgentLoop"}
+    agents_file(settings).write_text(yaml.safe_dump([agent]))
 
 
-def write_questions(path: Path, questions: Iterable[Question], split: str) -> None:
-    """The rows that verl's dataset reads."""
+def write_questions(path: Path, questions: Iterable[Question], split: Split) -> None:
+    """The rows that verl's dataset reads; it hands each to the agent loop."""
     with open(path, "w") as file:
         for index, question in enumerate(questions):
             row = {
@@ -141,8 +142,8 @@ async def end(supervisor: asyncio.subprocess.Process) -> None:
     await asyncio.shield(supervisor.wait())
 
 
-async def follow(settings: Settings, supervisor: asyncio.subprocess.Process) -> AsyncIterator[Step]:
-    """Each step as verl logs it, until the trainer ends."""
+async def follow(config: Config, settings: Settings, supervisor: asyncio.subprocess.Process) -> AsyncIterator[StepRecord]:
+    """Each step as verl logs it, until the trainer has ended."""
     ended = asyncio.create_task(supervisor.wait())
     path, position = metrics_file(settings), 0
     while True:
@@ -154,25 +155,35 @@ async def follow(settings: Settings, supervisor: asyncio.subprocess.Process) -> 
                     if not line.endswith(b"\n"):
                         break
                     position += len(line)
-                    yield read_step(json.loads(line))
+                    for step in read_steps(json.loads(line), config, asyncio.get_running_loop().time()):
+                        yield step
         if done:
             return
 
 
-def read_step(line: dict[str, Any]) -> Step:
-    data: dict[str, float] = line["data"]
-    return Step(
-        step=line["step"],
-        reward=data.get("critic/score/mean"),
-        held_out=data.get(f"val-core/{DATA_SOURCE}/reward/mean@1"),
-        metrics=data,
-    )
+def read_steps(line: dict[str, Any], config: Config, time: float) -> list[StepRecord]:
+    """What one line of verl's file logger holds: a trained batch, an evaluation, or both."""
+    metrics: dict[str, float] = line["data"]
+    rollout = config.rollout
+    steps = []
+    if REWARD in metrics:
+        batch = rollout.groups * rollout.group_size
+        steps.append(StepRecord(line["step"], time, metrics["timing_s/step"], metrics[REWARD], batch, metrics=metrics))
+    if HELD_OUT in metrics:
+        seconds = metrics.get("timing_s/testing", 0.0)
+        steps.append(StepRecord(line["step"], time, seconds, metrics[HELD_OUT], config.task.test_questions, split="test"))
+    return steps
 
 
-def _tail(log: Path, lines: int = 30) -> list[str]:
-    return log.read_text(errors="replace").splitlines()[-lines:]
+REWARD = "critic/score/mean"
+HELD_OUT = f"val-core/{DATA_SOURCE}/reward/mean@1"
+"""verl's names for the mean reward of a trained batch and of an evaluation."""
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
 
 
 def _short_tmp() -> str:
-    """Ray's socket paths must stay below 108 bytes."""
-    return tempfile.gettempdir() if len(tempfile.gettempdir()) < 20 else "/tmp"
+    default = tempfile.gettempdir()
+    return default if len(default) <= LONGEST_TMP else "/tmp"

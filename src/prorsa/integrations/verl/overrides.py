@@ -32,6 +32,10 @@ def agents_file(settings: Settings) -> Path:
     return Path(settings.work_dir) / "agents.yaml"
 
 
+def tmp_dir(settings: Settings) -> Path:
+    return Path(settings.work_dir) / "tmp"
+
+
 def verl_overrides(config: Config, settings: Settings) -> list[str]:
     """The Hydra overrides of `verl.trainer.main_ppo`; `train.overrides` comes last and wins."""
     return [
@@ -64,7 +68,8 @@ def environment(settings: Settings, cores: int) -> dict[str, str]:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "HYDRA_FULL_ERROR": "1",
         "PYTHONUNBUFFERED": "1",
-        "TORCHINDUCTOR_CACHE_DIR": f"{settings.work_dir}/inductor",
+        # Sandboxes and whatever else makes temporary files: they go with the run.
+        "TMPDIR": str(tmp_dir(settings)),
     }
 
 
@@ -108,6 +113,8 @@ def _actor(config: Config) -> list[str]:
         "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
         "actor_rollout_ref.actor.fsdp_config.model_dtype=fp32",
         "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        # The default is bfloat16, in which log-probabilities are too coarse to compare with the engines', and slow on CPU.
+        "+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}",
         f"actor_rollout_ref.actor.fsdp_config.seed={config.seed}",
         f"actor_rollout_ref.actor.data_loader_seed={config.seed}",
     ]

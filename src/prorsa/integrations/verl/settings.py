@@ -10,9 +10,7 @@ from typing import Any
 from prorsa.config import Config, load_config
 
 NAME = "prorsa"
-"""`rollout.name`, and the name of our checkpoint engine and agent loop."""
-SERVER = "prorsa_server_{rank}"
-"""Ray name of a replica's actor."""
+"""`rollout.name`, the name of our checkpoint engine and agent loop, and the router actor's name in Ray."""
 
 
 @dataclass(frozen=True, slots=True)

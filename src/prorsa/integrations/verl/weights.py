@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from prorsa.integrations.verl.settings import SERVER, Settings
+from prorsa.integrations.verl.settings import NAME, Settings
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +33,7 @@ async def publish(weights: NamedTensors, version: int | None, settings: Settings
             pass
         return
     path = await write_checkpoint(weights, settings, version)
-    router = await ray.get_actor(SERVER.format(rank=0)).router.remote()
-    await router.update_weights.remote(str(path), version)
+    await ray.get_actor(NAME).update_weights.remote(str(path), version)
     remove_others(path)
 
 

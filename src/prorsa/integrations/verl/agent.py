@@ -1,0 +1,116 @@
+"""Our episode as a verl agent loop: it runs in verl's agent-loop worker, with its sandboxes, and calls the router actor.
+
+verl makes one `ProrsaAgentLoop` for a trajectory; what its worker's trajectories share is made once (`Shared`). The reward is
+the episode's own, so verl computes none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+
+from prorsa.assembly import build_environment, build_sandboxes
+from prorsa.cluster.turns import TurnRequest, TurnResult
+from prorsa.config import Config
+from prorsa.integrations.verl.loaded import mark
+from prorsa.integrations.verl.settings import NAME, Settings
+from prorsa.lifecycle.events import Event
+from prorsa.report.rundir import TRAJECTORIES, append_line
+from prorsa.rollout.episode import Environment, Episode, Launch
+from prorsa.rollout.records import TrajectoryRecord
+from prorsa.rollout.sampler import derive_seed
+from prorsa.rollout.tasks.base import Question
+
+
+class TrajectoryDropped(Exception):
+    """The episode has no reward; verl marks its group as failed. The message names the trajectory and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    settings: Settings
+    config: Config
+    environment: Environment
+    router: Any
+    """The handle of the router actor."""
+
+
+class RouterPorts:
+    """The episode's `Ports`: each call goes to the router actor and is answered before the next."""
+
+    def __init__(self, router: Any, launch: Launch, max_staleness: int) -> None:
+        self.episode: Episode | None = None
+        self._router = router
+        self._launch = launch
+        self._max_staleness = max_staleness
+
+    async def record(self, event: Event) -> None:
+        await self._router.record.remote(event)
+
+    async def generate(self, request: TurnRequest) -> TurnResult:
+        result: TurnResult = await self._router.turn.remote(request)
+        behind = max(result.versions, default=self._launch.version) - self._launch.version
+        if behind > self._max_staleness and self.episode is not None:
+            self.episode.drop(f"stale: {behind} weights versions behind, rollout.max_staleness={self._max_staleness}")
+        return result
+
+
+class ProrsaAgentLoop(AgentLoopBase):  # type: ignore[misc]
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        """`row` is a row of the data (see `launch.write_questions`) with verl's `uid`, `session_id` and `global_steps`.
+
+        Raises `TrajectoryDropped`.
+        """
+        shared = await _shared(self)
+        launch = plan_launch(row, await shared.router.version.remote(), shared.config.seed)
+        ports = RouterPorts(shared.router, launch, shared.config.rollout.max_staleness)
+        ports.episode = Episode(launch, shared.environment, ports)
+        record = await ports.episode.run()
+        append_line(Path(shared.settings.run_dir) / TRAJECTORIES, asdict(record))
+        return to_output(record)
+
+
+def plan_launch(row: dict[str, Any], version: int, seed: int) -> Launch:
+    """A held-out question has the same seeds at every evaluation, so that two of them differ by the weights alone."""
+    info, uid, member = row["extra_info"], row["uid"], row["session_id"]
+    question = Question(info["id"], tuple(row["raw_prompt"]), row["reward_model"]["ground_truth"])
+    step = 0 if info["split"] == "test" else int(row["global_steps"])
+    return Launch(f"{uid}.{member}", uid, question, version, derive_seed(seed, question.id, step, member))
+
+
+def to_output(record: TrajectoryRecord) -> AgentLoopOutput:
+    """Raises `TrajectoryDropped`."""
+    if record.reward is None:
+        raise TrajectoryDropped(f"trajectory {record.trajectory}: {record.dropped}")
+    versions = [version for version, mask in zip(record.versions, record.response_mask, strict=True) if mask]
+    return AgentLoopOutput(
+        prompt_ids=list(record.prompt_ids),
+        response_ids=list(record.response_ids),
+        response_mask=list(record.response_mask),
+        response_logprobs=list(record.logprobs),
+        reward_score=record.reward,
+        num_turns=record.turns,
+        metrics=AgentLoopMetrics(),
+        extra_fields={"min_global_steps": min(versions), "max_global_steps": max(versions)},
+    )
+
+
+_sharing = asyncio.Lock()
+_made: list[Shared] = []
+
+
+async def _shared(loop: ProrsaAgentLoop) -> Shared:
+    async with _sharing:
+        if not _made:
+            settings = Settings.of(loop.rollout_config.custom[NAME])
+            config = settings.config()
+            _, router = await loop.server_manager._acquire_server(NAME)
+            sandboxes = await build_sandboxes(config).__aenter__()
+            _made.append(Shared(settings, config, build_environment(config, sandboxes), router))
+            mark(settings, "agent")
+        return _made[0]
