@@ -47,6 +47,8 @@ def read_config(path: str | Path) -> ModelConfig:
         raise ModelError(f"{file}: cannot be read ({error.strerror}); give the directory of a checkpoint") from error
     except ValueError as error:
         raise ModelError(f"{file}: not valid JSON ({error})") from error
+    if not isinstance(entries, dict):
+        raise ModelError(f"{file}: holds {type(entries).__name__}; a JSON object is needed")
     _check_architecture(file, entries)
     try:
         return _parse_config(entries)
@@ -116,7 +118,7 @@ def _weight_files(directory: Path) -> list[Path]:
         return [directory / "model.safetensors"]
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index}: not an index of shards ({error!r})") from error
     return [directory / name for name in sorted(names)]
 
