@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from prorsa.engines.protocol import (
     Bootstrap,
@@ -60,8 +61,8 @@ def reference(input_ids: Sequence[int], sampling: SamplingParams) -> tuple[tuple
     return tuple(tokens), tuple(logprobs)
 
 
-class Dead(Exception):
-    """Interrupts the legs of an engine that dies."""
+class Broken(Exception):
+    """Interrupts the legs of an engine that dies or whose connections break."""
 
 
 @dataclass(eq=False)
@@ -129,6 +130,9 @@ class FakeEngine:
         """Ignores aborts."""
         self.spoils_aborted_prefills = False
         """Gives garbage from a decode that is aborted before its KV cache arrived."""
+        self.finish_apart = False
+        """Gives the last token and the finish in separate chunks, `token_s` apart."""
+        self.healthy_s = 0.0
         self.closed = False
 
     # The stream.
@@ -145,7 +149,7 @@ class FakeEngine:
             stream = self._prefill if self.role is Role.PREFILL else self._decode
             async for chunk in stream(request, leg):
                 yield chunk
-        except Dead:
+        except Broken:
             raise EngineGone(f"engine {self.name}: asked {request.rid}; the stream broke off") from None
         finally:
             leg.interrupt.cancel()
@@ -190,6 +194,11 @@ class FakeEngine:
                 finish = FinishReason.STOP
             elif index + 1 == request.sampling.max_new_tokens:
                 finish = FinishReason.LENGTH
+            if finish is not None and self.finish_apart:
+                yield Chunk((token,), (logprob,), self.version)
+                aborted = await self._interrupted(leg, self.token_s)
+                yield self._abort_chunk() if aborted else Chunk((), (), self.version, 0, finish)
+                return
             yield Chunk((token,), (logprob,), self.version, 0, finish)
             if finish is not None:
                 return
@@ -257,6 +266,7 @@ class FakeEngine:
         self.version = version
 
     async def healthy(self) -> bool:
+        await asyncio.sleep(self.healthy_s)
         return not self.dead
 
     async def close(self) -> None:
@@ -264,9 +274,12 @@ class FakeEngine:
 
     def die(self) -> None:
         self.dead = True
+        self.break_streams()
+
+    def break_streams(self) -> None:
         for leg in self.legs.values():
             if not leg.interrupt.done():
-                leg.interrupt.set_exception(Dead())
+                leg.interrupt.set_exception(Broken())
 
     def _answer(self) -> None:
         if self.dead:
@@ -276,9 +289,10 @@ class FakeEngine:
 class FakeRestarter:
     """Starts engines like those that died; `failures` restarts fail first."""
 
-    def __init__(self, world: World, seconds: float = 2.0) -> None:
+    def __init__(self, world: World, **engine: Any) -> None:
         self.world = world
-        self.seconds = seconds
+        self.engine = engine
+        self.seconds = 2.0
         self.failures = 0
         self.restarted: list[tuple[str, Role]] = []
         self.engines: dict[str, FakeEngine] = {}
@@ -289,5 +303,5 @@ class FakeRestarter:
             self.failures -= 1
             raise EngineError(f"engine {name}: did not come up")
         self.restarted.append((name, role))
-        self.engines[name] = FakeEngine(name, self.world, role)
+        self.engines[name] = FakeEngine(name, self.world, role, **self.engine)
         return self.engines[name]

@@ -4,15 +4,14 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from fake_engine import STOP, FakeEngine, FakeRestarter, World, reference
 
-from prorsa.allocation import Adaptive, Allocation, Colocated, Policy, PrefillSpeed, Static
+from prorsa.allocation import Policy, PrefillSpeed, Static
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.instances import InstanceState
-from prorsa.cluster.observers import Decision, Flip, TurnRecord, replay
+from prorsa.cluster.observers import Decision, Flip, TurnRecord
 from prorsa.cluster.turns import TurnRequest, TurnResult
-from prorsa.engines.protocol import Engine, EngineError, Role, SamplingParams
+from prorsa.engines.protocol import Role, SamplingParams
 from prorsa.forecast.forecast import Forecast
 from prorsa.lifecycle import Snapshot, State, Transition
 from prorsa.lifecycle.events import Done, RewardStarted, Sampled

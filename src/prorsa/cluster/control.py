@@ -79,9 +79,9 @@ class ControlPlane:
         horizon: float,
         restarter: Restarter | None = None,
         observers: Sequence[Observer] = (),
-        limits: Limits = Limits(),  # noqa: B008
-        switch_limits: SwitchLimits = SwitchLimits(),  # noqa: B008
-        health_limits: HealthLimits = HealthLimits(),  # noqa: B008
+        limits: Limits | None = None,
+        switch_limits: SwitchLimits | None = None,
+        health_limits: HealthLimits | None = None,
     ) -> None:
         """`horizon` is S in seconds. Without a restarter a dead instance stays dead."""
         self.tracker = Tracker()
@@ -91,14 +91,14 @@ class ControlPlane:
         self._forecaster = forecaster
         self._speed = speed
         self._observers = list(observers)
-        self._errors: list[Exception] = []
+        self._errors: dict[str, Exception] = {}
         self._weights = Weights(0)
         self._held = False
         self._turns = self._resends = self._output_tokens = 0
         self.fleet = Fleet()
-        self.router = Router(self.fleet, self.apply, self._decoded, self._turn_finished, limits)
+        self.router = Router(self.fleet, self.apply, self._decoded, self._turn_finished, limits or Limits())
         self.switcher = RoleSwitcher(
-            self.fleet, self.router, restarter, lambda: self._weights, self._flipped, switch_limits
+            self.fleet, self.router, restarter, lambda: self._weights, self._flipped, switch_limits or SwitchLimits()
         )
         self.manager = GlobalManager(
             self.tracker,
@@ -109,7 +109,7 @@ class ControlPlane:
             self.router,
             self.switcher,
             horizon,
-            health_limits,
+            health_limits or HealthLimits(),
             self._decided,
             self._failed,
         )
@@ -137,7 +137,7 @@ class ControlPlane:
         await self.manager.stop()
         await self.router.close()
         if self._errors:
-            raise ExceptionGroup("the run ended, but these failed during it", self._errors)
+            raise ExceptionGroup("the run ended, but these failed during it", list(self._errors.values()))
 
     async def record(self, event: Event) -> None:
         """Take in an event of an episode. Raises `IllegalTransition`."""
@@ -157,9 +157,15 @@ class ControlPlane:
         await self.switcher.lock.acquire()
         self._held = self.manager.paused = True
         self.router.pause()
-        await self.router.cancel_all("generation is paused")
+        try:
+            await self.router.cancel_all("generation is paused")
+        except asyncio.CancelledError:
+            self.resume()
+            raise
 
     def resume(self) -> None:
+        if not self._held:
+            raise RuntimeError("resume without pause")
         self._held = self.manager.paused = False
         self.switcher.lock.release()
         self.router.resume()
@@ -195,7 +201,7 @@ class ControlPlane:
             decisions=len(self.decisions),
             flips=sum(flip.failure is None for flip in self.flips),
             failed_flips=sum(flip.failure is not None for flip in self.flips),
-            errors=tuple(str(error) for error in self._errors),
+            errors=tuple(f"{what}: {error}" for what, error in self._errors.items()),
         )
 
     # Weight updates.
@@ -272,6 +278,7 @@ class ControlPlane:
                 self._failed(f"observer {type(observer).__name__}", error)
 
     def _failed(self, what: str, error: Exception) -> None:
-        logger.error("%s failed; the run goes on without it", what, exc_info=error)
-        error.add_note(f"(raised by the {what} during the run)")
-        self._errors.append(error)
+        logger.error("%s failed; the run goes on", what, exc_info=error)
+        if what not in self._errors:
+            error.add_note(f"(the first failure of: {what})")
+            self._errors[what] = error

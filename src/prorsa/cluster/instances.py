@@ -34,9 +34,11 @@ class Instance:
         self.cache_epoch = 0
         """Counts the times that its resident prefixes were lost: flips, restarts, weight updates."""
         self.refuses_until = 0.0
-        """It answered that it is busy: nothing is sent to it before this time."""
-        self.refusals = 0
-        """How often it did in a row."""
+        """It refused or failed a request: nothing is sent to it before this time."""
+        self.failures = 0
+        """How often it did since it last gave anything."""
+        self.stalls = 0
+        """How many requests fell silent on it since it last gave anything."""
         self._prefilling: dict[str, int] = {}
         self._decoding: dict[str, int] = {}
         self.prefill_tokens = 0

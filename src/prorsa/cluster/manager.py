@@ -18,11 +18,14 @@ from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.observers import Decision
 from prorsa.cluster.router import Router
 from prorsa.cluster.switcher import RoleSwitcher
-from prorsa.engines.protocol import EngineError, Role
+from prorsa.engines.protocol import Engine, EngineError, Role
 from prorsa.forecast.forecast import Forecaster
 from prorsa.lifecycle import Tracker
 
 logger = logging.getLogger(__name__)
+
+MAX_RESTART_BACKOFF = 60.0
+"""Seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +39,6 @@ class HealthLimits:
     """Failed checks in a row that make an instance dead."""
     restart_backoff: float = 1.0
     """Pause after the first failed restart; it doubles up to `MAX_RESTART_BACKOFF`."""
-
-
-MAX_RESTART_BACKOFF = 60.0
 
 
 class GlobalManager:
@@ -71,7 +71,7 @@ class GlobalManager:
         self._failed = failed
         self._last: Decision | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._failed_checks: dict[str, int] = {}
+        self._failed_checks: dict[Engine, int] = {}
         self.paused = False
 
     def start(self) -> None:
@@ -133,28 +133,29 @@ class GlobalManager:
         await asyncio.gather(*(self._check(instance) for instance in routed))
 
     async def _check(self, instance: Instance) -> None:
+        engine = instance.engine
         try:
             async with asyncio.timeout(self._health.timeout):
-                healthy = await instance.engine.healthy()
+                healthy = await engine.healthy()
         except (TimeoutError, EngineError):
             healthy = False
-        failed = 0 if healthy else self._failed_checks.get(instance.name, 0) + 1
-        self._failed_checks[instance.name] = failed
-        if failed >= self._health.checks and instance.state is InstanceState.ROUTED:
-            self._failed_checks[instance.name] = 0
+        failed = 0 if healthy else self._failed_checks.get(engine, 0) + 1
+        self._failed_checks[engine] = failed
+        if failed >= self._health.checks and instance.state is InstanceState.ROUTED and instance.engine is engine:
+            del self._failed_checks[engine]
             self._router.bury(instance, f"{failed} health checks in a row failed")
 
     def _instance_changed(self, instance: Instance) -> None:
-        if instance.state is InstanceState.DEAD:
+        if instance.state is InstanceState.DEAD and self._switcher.can_restart:
             self._spawn(f"restart of {instance.name}", self._revive(instance))
 
     async def _revive(self, instance: Instance) -> None:
         """Restart a dead instance until it is back in service."""
         backoff = self._health.restart_backoff
-        while instance.state is InstanceState.DEAD:
-            role = self.wanted_role(instance)
+        while True:
             try:
-                await self._switcher.restart(instance, role)
+                await self._switcher.restart(instance, self.wanted_role(instance))
+                return
             except (EngineError, TimeoutError) as error:
                 logger.warning("instance %s: restart failed, again in %.1f s: %s", instance.name, backoff, error)
                 await asyncio.sleep(backoff)

@@ -11,7 +11,7 @@ from prorsa.cluster.turns import TurnRequest
 REMEMBERED = 1 << 16
 """Prefixes whose place is remembered, the latest used ones."""
 
-Key = str | tuple[int, ...]
+Key = str | int
 
 
 class Affinity:
@@ -42,8 +42,8 @@ class Affinity:
 
     @staticmethod
     def _keys(request: TurnRequest) -> list[Key]:
-        """The trajectory first. Its group is known by its first prompt, which all members share."""
-        return [request.trajectory, request.input_ids] if request.turn == 0 else [request.trajectory]
+        """The trajectory first. Its group is known by its first prompt, which all members share (a hash is enough)."""
+        return [request.trajectory, hash(request.input_ids)] if request.turn == 0 else [request.trajectory]
 
 
 def fitting(candidates: Sequence[Instance], need: int) -> list[Instance]:

@@ -36,8 +36,12 @@ logger = logging.getLogger(__name__)
 
 ABORT_RETRY = 0.25
 """Seconds until an abort is sent again: one that overtakes its own request finds nothing to abort."""
-MAX_BUSY_BACKOFF = 2.0
-"""Seconds; the backoff doubles up to here while an instance keeps refusing."""
+MAX_BACKOFF = 2.0
+"""Seconds; an instance's backoff doubles up to here while it keeps failing."""
+PROBE_TIMEOUT = 10.0
+"""Seconds that an instance whose connection broke has to prove that it lives."""
+MAX_STALLS = 2
+"""Attempts in a row that may fall silent on an instance before it counts as dead, whatever its health check says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,8 @@ class Limits:
     """How long the tokens of a cancelled attempt are waited for."""
     stall_timeout: float = 300.0
     """An attempt that gives nothing for so long has failed; so has a queue of which nothing can be placed."""
-    busy_backoff: float = 0.05
-    """How long nothing is sent to an instance that answered that it is busy, the first time."""
+    backoff: float = 0.05
+    """How long nothing is sent to an instance that refused or failed a request, the first time."""
     max_failures: int = 5
     """Attempts of one turn that may fail in a row without giving a token. Cancelled ones do not count."""
 
@@ -88,6 +92,7 @@ class Router:
         self._closed = False
         self._moved_at = 0.0
         self._stall_check: asyncio.TimerHandle | None = None
+        self._probes: dict[str, asyncio.Task[None]] = {}
         fleet.watchers.append(self._instance_changed)
 
     # What the rollout uses.
@@ -154,6 +159,8 @@ class Router:
                 place.set_exception(self._failure(turn, "the cluster is stopping"))
         self._ready.clear()
         await self.cancel_all("the cluster is stopping")
+        for probe in self._probes.values():
+            probe.cancel()
         if self._stall_check is not None:
             self._stall_check.cancel()
             self._stall_check = None
@@ -305,7 +312,7 @@ class Router:
             async with aclosing(stream):
                 async for chunk in stream:
                     attempt.progressed_at = self._moved_at = self._now
-                    instance.refusals = 0
+                    instance.failures = instance.stalls = 0
                     consume(chunk)
                     if chunk.finish is not None:
                         return
@@ -316,8 +323,9 @@ class Router:
         except EngineError as error:
             if needed or not attempt.started:
                 attempt.end(End.FAILED, str(error))
+            self._back_off(instance)
             if isinstance(error, EngineGone):
-                self.bury(instance, str(error))
+                self._probe(instance, str(error))
         except Exception as error:
             attempt.crash(error)
 
@@ -358,7 +366,8 @@ class Router:
         while not attempt.verdict.done():
             silence = self._now - attempt.progressed_at
             if silence >= self._limits.stall_timeout:
-                attempt.end(End.FAILED, f"no token in {silence:.1f} s")
+                attempt.end(End.FAILED, f"nothing came for {silence:.1f} s")
+                self._blame(attempt)
             await asyncio.wait({attempt.verdict}, timeout=self._limits.stall_timeout - silence)
 
     async def _close_legs(self, attempt: Attempt, legs: dict[asyncio.Task[None], Instance]) -> None:
@@ -382,7 +391,7 @@ class Router:
         except TimeoutError:
             logger.warning("instance %s did not answer the abort of %s in time", instance.name, rid)
         except EngineGone as error:
-            self.bury(instance, str(error))
+            self._probe(instance, str(error))
         except EngineError as error:
             logger.warning("abort of %s failed, its connection is closed instead: %s", rid, error)
 
@@ -392,12 +401,39 @@ class Router:
         del self._live[attempt.rid]
         self._dispatch()
 
+    # Instances that fail.
+
     def _back_off(self, instance: Instance) -> None:
-        """Leave a busy engine alone for a while: it gives no signal when it has room again."""
-        seconds = min(self._limits.busy_backoff * 2 ** min(instance.refusals, 16), MAX_BUSY_BACKOFF)
-        instance.refusals += 1
+        """Leave it alone for a while: it gives no signal when it can be used again."""
+        seconds = min(self._limits.backoff * 2 ** min(instance.failures, 16), MAX_BACKOFF)
+        instance.failures += 1
         instance.refuses_until = self._now + seconds
         asyncio.get_running_loop().call_later(seconds, self._dispatch)
+
+    def _probe(self, instance: Instance, reason: str) -> None:
+        """A connection broke: either the connection alone, or the engine is dead."""
+        if instance.name not in self._probes:
+            task = asyncio.create_task(self._bury_unless_healthy(instance, reason), name=f"probe of {instance.name}")
+            self._probes[instance.name] = task
+            task.add_done_callback(lambda _: self._probes.pop(instance.name))
+
+    async def _bury_unless_healthy(self, instance: Instance, reason: str) -> None:
+        engine = instance.engine
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT):
+                healthy = await engine.healthy()
+        except (EngineError, TimeoutError):
+            healthy = False
+        if not healthy and instance.engine is engine:
+            self.bury(instance, reason)
+
+    def _blame(self, attempt: Attempt) -> None:
+        """It fell silent: by the fault of its decode, or of either side where decode had not started."""
+        for instance in {attempt.decode} if attempt.started else {attempt.prefill, attempt.decode}:
+            self._back_off(instance)
+            instance.stalls += 1
+            if instance.stalls >= MAX_STALLS:
+                self.bury(instance, f"{instance.stalls} requests in a row fell silent on it")
 
     async def _cancel(self, rids: list[str], reason: str) -> int:
         live = [self._live[rid] for rid in rids]

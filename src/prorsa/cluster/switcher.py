@@ -84,19 +84,23 @@ class RoleSwitcher:
     async def flip(self, name: str, role: Role) -> Flip:
         """Flip one instance. Raises `FlipRefused`."""
         instance = self._fleet[name]
-        self._check(instance, role)
+        self._check_alone(instance, role)
+        self._check_sensible(instance, role)
         self._in_hand.add(name)
         try:
             async with self.lock:
-                self._check_kept(instance, role)
+                self._check_sensible(instance, role)
                 return await self._flip(instance, role)
         finally:
             self._in_hand.discard(name)
 
+    @property
+    def can_restart(self) -> bool:
+        return self._restarter is not None
+
     async def restart(self, instance: Instance, role: Role) -> None:
         """Bring a dead instance back into service. Raises `EngineError` or `TimeoutError`; it stays dead then."""
-        if self._restarter is None:
-            raise EngineError(f"instance {instance.name}: nobody can restart it (no restarter was given)")
+        assert self._restarter is not None
         async with asyncio.timeout(self._limits.restart_timeout):
             engine = await self._restarter.restart(instance.name, role)
         former, instance.engine = instance.engine, engine
@@ -135,12 +139,11 @@ class RoleSwitcher:
         count = min(max(more_decode, more_prefill, 0), len(pool) - 1)
         return [(instance, growing) for instance in sorted(pool, key=lambda instance: instance.load)[: max(count, 0)]]
 
-    def _check(self, instance: Instance, role: Role) -> None:
+    def _check_alone(self, instance: Instance, role: Role) -> None:
         if instance.name in self._in_hand or instance.state in (InstanceState.DRAINING, InstanceState.FLIPPING):
             raise FlipRefused(f"instance {instance.name}: a flip to {role} was asked while another is going on")
-        self._check_kept(instance, role)
 
-    def _check_kept(self, instance: Instance, role: Role) -> None:
+    def _check_sensible(self, instance: Instance, role: Role) -> None:
         if instance.state is not InstanceState.ROUTED:
             raise FlipRefused(f"instance {instance.name}: it is {instance.state}, so it cannot become {role}")
         if instance.role is role:
