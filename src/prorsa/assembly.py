@@ -97,10 +97,9 @@ async def running_cluster(
     """Engines in processes of their own and the control plane over them; leaving it ends them all."""
     launcher = build_launcher(config, log_dir)
     try:
-        async with asyncio.TaskGroup() as starts:
-            engines = [starts.create_task(launcher.start(*instance)) for instance in instance_roles(config).items()]
+        engines = await asyncio.gather(*(launcher.start(*instance) for instance in instance_roles(config).items()))
         control = ControlPlane(
-            [engine.result() for engine in engines],
+            engines,
             forecaster=LifecycleForecaster(injection, config.policy.prefill_tokens_per_s),
             policy=build_policy(config),
             speed=PrefillSpeed(config.policy.prefill_tokens_per_s),
@@ -127,22 +126,32 @@ def build_sandboxes(config: Config) -> SandboxPool:
     return SandboxPool(sandbox.prewarmed, sandbox.timeout, sandbox.memory_mb, sandbox.file_mb)
 
 
+def build_tokenizer(config: Config) -> ChatTokenizer:
+    return ChatTokenizer(checkpoint(config))
+
+
+def sampling_params(config: Config) -> SamplingParams:
+    """Those of every turn; stop tokens and seed are the episode's."""
+    sampling = config.sampling
+    return SamplingParams(
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+    )
+
+
 def build_environment(config: Config, sandboxes: Sandboxes) -> Environment:
-    task, sampling = build_task(config), config.sampling
+    task = build_task(config)
     python = PythonTool()
     return Environment(
         task=task,
-        tokenizer=ChatTokenizer(checkpoint(config)),
+        tokenizer=build_tokenizer(config),
         sandboxes=sandboxes,
         tools={python.name: python},
         reward=ExactReward(task),
         bounds=Bounds(
-            sampling=SamplingParams(
-                max_new_tokens=sampling.max_new_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-            ),
+            sampling=sampling_params(config),
             max_turns=config.task.max_turns,
             max_context=config.model.max_context,
         ),

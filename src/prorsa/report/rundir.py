@@ -31,6 +31,7 @@ from prorsa.cluster.observers import Decision, Flip, TurnRecord
 from prorsa.engines.protocol import FinishReason, Role
 from prorsa.forecast import Forecast
 from prorsa.lifecycle import Event, State, TraceError, read_trace
+from prorsa.rollout.records import TrajectoryRecord
 
 CONFIG = "config.yaml"
 TRACE = "trace"
@@ -174,10 +175,15 @@ def load_step(line: Json) -> StepRecord:
     return StepRecord(**line)
 
 
+def load_trajectory(line: Json) -> TrajectoryRecord:
+    columns = ("prompt_ids", "response_ids", "response_mask", "logprobs", "versions")
+    return TrajectoryRecord(**line | {name: tuple(line[name]) for name in columns})
+
+
 def append_line(path: Path, record: Json) -> None:
-    """Write one line, whole or not at all as far as other processes see it."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    """Append in a single write, so that lines of several processes never mix."""
+    with open(path, "ab", buffering=0) as file:
+        file.write(json.dumps(record).encode() + b"\n")
 
 
 def record_step(directory: str | Path, step: StepRecord) -> None:
@@ -187,6 +193,10 @@ def record_step(directory: str | Path, step: StepRecord) -> None:
 
 def read_steps(directory: Path) -> list[StepRecord]:
     return list(_lines(directory / STEPS, load_step, []))
+
+
+def read_trajectories(directory: Path) -> list[TrajectoryRecord]:
+    return list(_lines(directory / TRAJECTORIES, load_trajectory, []))
 
 
 def read_status(directory: Path) -> Status | None:

@@ -228,6 +228,7 @@ class Episode:
             group=launch.group,
             question=launch.question.id,
             version=launch.version,
+            seed=launch.seed,
             prompt_ids=transcript.prompt_ids,
             response_ids=tuple(transcript.response_ids),
             response_mask=tuple(transcript.response_mask),

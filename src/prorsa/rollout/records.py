@@ -26,6 +26,8 @@ class TrajectoryRecord:
     """Id of the question."""
     version: int
     """Weights version when it was sampled."""
+    seed: int
+    """With which every turn was sampled."""
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     """Everything after the first prompt, tool turns included."""

@@ -1,0 +1,137 @@
+"""The commands. Each checks its arguments, does its work through `prorsa.commands`, and turns errors into one message.
+
+Exit status: 0 done, 1 the run failed, 2 the arguments or the configuration cannot be used, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from prorsa import commands
+from prorsa.assembly import checkpoint, new_run_dir
+from prorsa.cluster.turns import TurnFailed
+from prorsa.config import Config, ConfigError, dump_config, load_config
+from prorsa.engines.protocol import EngineError
+from prorsa.report.html import write_report
+from prorsa.report.picture import write_picture
+from prorsa.report.progress import LiveProgress
+from prorsa.rollout.controller import RolloutFailed
+from prorsa.rollout.sandboxes.base import SandboxError
+
+LOG = "prorsa.log"
+console = Console()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parsed = build_parser().parse_args(arguments)
+    try:
+        status: int = parsed.command(parsed)
+    except (ConfigError, FileNotFoundError) as error:
+        return fail(error, 2)
+    except (EngineError, RolloutFailed, SandboxError, TurnFailed, commands.CommandFailed) as error:
+        return fail(error, 1)
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def fail(error: Exception, status: int) -> int:
+    print(f"prorsa: {error}", file=sys.stderr)
+    return status
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="prorsa", description=__doc__)
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, command, text in (
+        ("rollout", rollout, "run trajectories without a trainer: evaluation, data, benchmarks"),
+        ("train", train_, "train with verl; the rollout runs on prefill and decode engines"),
+    ):
+        sub = subparsers.add_parser(name, help=text, description=text)
+        sub.add_argument("config", help="YAML file")
+        sub.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace values of the file")
+        sub.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+        sub.set_defaults(command=command)
+    sub = subparsers.add_parser("report", help="write report.html of a run", description="Write report.html of a run.")
+    sub.add_argument("run", help="run directory, complete or cut off")
+    sub.add_argument("--svg", metavar="PATH", help="also write a picture of roles and forecast")
+    sub.set_defaults(command=report)
+    text = "generate every turn of a rollout again on one engine without flips and compare the tokens"
+    sub = subparsers.add_parser("verify", help=text, description=text)
+    sub.add_argument("run", help="directory of a finished `prorsa rollout`")
+    sub.set_defaults(command=verify)
+    return parser
+
+
+def rollout(parsed: argparse.Namespace) -> int:
+    config = load_config(parsed.config, parsed.overrides)
+    if parsed.dry_run:
+        return show(config)
+    checkpoint(config)
+    run_dir = begin(config)
+    with LiveProgress(run_dir, config.rollout.steps, console):
+        return run(commands.rollout(config, run_dir), run_dir)
+
+
+def train_(parsed: argparse.Namespace) -> int:
+    config = load_config(parsed.config, parsed.overrides)
+    if parsed.dry_run:
+        return show(config)
+    checkpoint(config)
+    run_dir = begin(config)
+    with LiveProgress(run_dir, config.rollout.steps, console):
+        return run(commands.train(config, run_dir), run_dir)
+
+
+def report(parsed: argparse.Namespace) -> int:
+    console.print(f"{write_report(parsed.run)}", soft_wrap=True)
+    if parsed.svg:
+        console.print(f"{write_picture(parsed.run, parsed.svg)}", soft_wrap=True)
+    return 0
+
+
+def verify(parsed: argparse.Namespace) -> int:
+    return asyncio.run(commands.verify(Path(parsed.run), console))
+
+
+def show(config: Config) -> int:
+    print(dump_config(config), end="")
+    return 0
+
+
+def begin(config: Config) -> Path:
+    run_dir = new_run_dir(config)
+    logging.basicConfig(
+        filename=run_dir / LOG, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    console.print(f"run directory {run_dir}", soft_wrap=True)
+    return run_dir
+
+
+def run(work: Coroutine[Any, Any, None], run_dir: Path) -> int:
+    """Run to the end, to a failure, or to Ctrl-C or SIGTERM: the run directory gets its report in every case."""
+    try:
+        asyncio.run(interruptible(work))
+    finally:
+        if (run_dir / "trace").is_file():
+            console.print(f"report {write_report(run_dir)}", soft_wrap=True)
+    return 0
+
+
+async def interruptible(work: Coroutine[Any, Any, None]) -> None:
+    """SIGTERM ends the work as Ctrl-C does: in order."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
