@@ -19,6 +19,7 @@ from prorsa.report.svg import Scale, Series, line_chart, nice_ticks, number
 SECTIONS = (
     "Reward",
     "Roles over time",
+    "Prefill share",
     "Prefill forecast against what happened",
     "Decode admission forecast against what happened",
     "Cumulative tokens",

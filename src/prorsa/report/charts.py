@@ -134,6 +134,28 @@ def _role_bar(span: RoleSpan, start: float) -> Span:
     return Span(span.start - start, span.end - start, span.what, title)
 
 
+def share_chart(drawn: Drawn) -> Chart | None:
+    """The split that the demand asks for, and the one that there was. Where nothing is asked for, the line has no point."""
+    decisions = [decided.decision for decided in drawn.run.decided]
+    shares = [
+        (
+            decision.time - drawn.start,
+            decision.demand.prefill_instances / (decision.demand.prefill_instances + decision.demand.decode_instances),
+            decision.current.prefill / decision.current.total,
+        )
+        for decision in decisions
+        if decision.current.total and decision.demand.prefill_instances + decision.demand.decode_instances > 0
+    ]
+    if not shares:
+        return None
+    x, asked, given = (list(column) for column in zip(*shares, strict=True))
+    series = [
+        Series("of the demand", "prefill", x, asked, dashed=True),
+        Series("of the instances, when it was decided", "measured", x, given),
+    ]
+    return line_chart(series, TIME, "prefill share", height=220, x_range=drawn.x_range, y_top=1.0, marks=drawn.marks)
+
+
 def prefill_forecast_chart(drawn: Drawn) -> Chart | None:
     return _forecast_chart(
         drawn,

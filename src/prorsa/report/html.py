@@ -127,6 +127,12 @@ def _sections(drawn: Drawn, errors: Errors) -> list[str]:
             f"pool until serving in the new one.{steps}",
         ),
         _section(
+            "Prefill share",
+            charts.share_chart(drawn),
+            "The share of the demand, counted in instances, that is prefill, and the share of the instances that did prefill "
+            "at each decision. Flips bring the second to the first.",
+        ),
+        _section(
             "Prefill forecast against what happened",
             charts.prefill_forecast_chart(drawn),
             f"Prompt tokens to prefill in each of {errors.windows} windows, at the time of the forecast. WAPE "

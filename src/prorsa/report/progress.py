@@ -61,7 +61,8 @@ class RunView:
         return " | ".join(part for part in parts if part)
 
     def _headline(self, status: Status, steps: list[StepRecord]) -> Text:
-        train = [step for step in steps if step.split == "train"]
+        # Evaluations of a training run are no steps of it; a rollout over held-out questions has nothing else.
+        train = [step for step in steps if step.split == "train"] or steps
         number = train[-1].step if train else 0
         text = Text(
             f"{status.seconds:6.1f} s  step {number}" + (f"/{self._steps}" if self._steps else ""), style="bold"
