@@ -157,6 +157,15 @@ def test_inter_token_latency_by_hand() -> None:
     assert math.isnan(nothing.overall_p50)
 
 
+def test_tokens_that_arrive_together_share_the_time_that_they_took() -> None:
+    # The second piece has 4 tokens after 100 ms: 25 ms each. Then one token 200 ms after that piece began.
+    arrivals = (0.0, 0.0001, 0.1, 0.1002, 0.1004, 0.1006, 0.3)
+    latencies = inter_token_latencies([turn("a", 0, 1, 0, arrivals)], bins=2)
+    assert latencies.times.tolist() == pytest.approx([0.15, 0.25])
+    assert latencies.p50.tolist() == pytest.approx([0.025, 0.2])
+    assert latencies.overall_p50 == pytest.approx(0.025)
+
+
 def test_a_hundred_gaps_in_one_bin() -> None:
     # Gaps of 1, 2, ..., 100 ms: with linear interpolation the median is 50.5 ms and the 99th percentile 99.01 ms.
     arrivals = [0.0]

@@ -153,8 +153,9 @@ def _sections(drawn: Drawn, errors: Errors) -> list[str]:
         _section(
             "Inter-token latency",
             charts.latency_chart(drawn),
-            "Time between two tokens of a turn, in bins of time; a resend in between counts. Over the whole run the median "
-            f"is {1000 * latencies.overall_p50:.1f} ms and the 99th percentile {1000 * latencies.overall_p99:.1f} ms.",
+            "Time from one token of a turn to the next, in bins of time; tokens that arrive together share it, and a resend "
+            f"in between counts. Over the whole run the median is {1000 * latencies.overall_p50:.1f} ms and the 99th "
+            f"percentile {1000 * latencies.overall_p99:.1f} ms.",
         ),
         _section(
             "Trajectories",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +26,10 @@ from prorsa.lifecycle import (
 from prorsa.report.rundir import Run
 
 Floats = NDArray[np.float64]
+
+TOGETHER = 0.001
+"""Tokens of a turn that arrive less than this many seconds apart came in one piece."""
+_NONE: Floats = np.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +204,10 @@ def _running(points: Sequence[tuple[float, int]]) -> tuple[Floats, Floats]:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Inter-token latency: seconds between two tokens of one turn, a resend in between included."""
+    """Inter-token latency: seconds from one token of a turn to the next, a resend in between included.
+
+    Tokens that arrive together share the time since those before them, as it took the engine that long to make them.
+    """
 
     times: Floats
     """Middle of each bin that has a value."""
@@ -213,12 +219,11 @@ class Latencies:
 
 def inter_token_latencies(turns: Sequence[TurnRecord], bins: int = 60) -> Latencies:
     """In `bins` equal bins of time; a gap belongs to the bin in which its later token arrived. NaN overall without gaps."""
-    pairs = [pair for turn in turns for pair in pairwise(turn.arrivals)]
-    if not pairs:
-        nothing = np.empty(0)
-        return Latencies(nothing, nothing, nothing, np.nan, np.nan)
-    earlier, later = np.array(pairs, dtype=np.float64).T
-    gaps = later - earlier
+    parts = [_gaps(turn.arrivals) for turn in turns]
+    later = np.concatenate([_NONE, *(times for times, _ in parts)])
+    gaps = np.concatenate([_NONE, *(seconds for _, seconds in parts)])
+    if not len(gaps):
+        return Latencies(_NONE, _NONE, _NONE, np.nan, np.nan)
     start = later.min()
     width = (later.max() - start) / bins or 1.0
     which = np.minimum(((later - start) / width).astype(int), bins - 1)
@@ -227,6 +232,16 @@ def inter_token_latencies(turns: Sequence[TurnRecord], bins: int = 60) -> Latenc
     p50, p99 = np.array(split).T
     overall = np.percentile(gaps, [50, 99])
     return Latencies(start + (filled + 0.5) * width, p50, p99, float(overall[0]), float(overall[1]))
+
+
+def _gaps(arrivals: Sequence[float]) -> tuple[Floats, Floats]:
+    """(arrival, seconds since the token before) of every token but those that came together with the first."""
+    times = np.array(arrivals, dtype=np.float64)
+    if len(times) < 2:
+        return _NONE, _NONE
+    first = np.flatnonzero(np.diff(times, prepend=-np.inf) >= TOGETHER)
+    sizes = np.diff(first, append=len(times))[1:]
+    return np.repeat(times[first[1:]], sizes), np.repeat(np.diff(times[first]) / sizes, sizes)
 
 
 @dataclass(frozen=True, slots=True)
