@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prorsa.cluster.observers import TurnRecord
+from prorsa.cluster.observers import Decision, TurnRecord
 from prorsa.forecast import Forecast, Measured, Persistence, WindowMeter, wape
 from prorsa.lifecycle import (
     Done,
     Dropped,
     Event,
     IllegalTransition,
+    Requeued,
     RewardStarted,
-    Sampled,
     State,
     ToolStarted,
     Tracker,
@@ -71,63 +71,68 @@ class Replay:
 
 def replay(run: Run) -> Replay:
     """Apply the trace again, each decision at its place. An event that cannot be ends it and joins `run.problems`."""
-    result = Replay()
-    tracker, meter, persistence = Tracker(), WindowMeter(), Persistence()
-    pending: deque[Forecast] = deque()
+    replayer = _Replayer(run.events[0].time if run.events else 0.0)
     decided = deque(run.decided)
-    if run.events:
-        result.start = result.end = run.events[0].time
-
-    def close(time: float) -> None:
-        for forecast, measured in meter.finished(time):
-            result.windows.append(Window(forecast, pending.popleft(), measured))
-
     for count, event in enumerate(run.events):
         while decided and decided[0].after_events <= count:
-            decision = decided.popleft().decision
-            close(decision.time)
-            meter.open(decision.forecast)
-            snapshot = tracker.snapshot(decision.time)
-            pending.append(persistence.forecast(snapshot, decision.forecast.horizon, ()))
+            replayer.decide(decided.popleft().decision)
         try:
-            was_live = len(tracker) > 0
-            transition = tracker.apply(event)
+            replayer.apply(event)
         except IllegalTransition as error:
             run.problems.append(f"{run.directory}, event {count + 1}: {error}; the report ends before it")
             break
-        meter.observe(transition)
-        persistence.observe(transition)
+    return replayer.end()
+
+
+class _Replayer:
+    def __init__(self, start: float) -> None:
+        self._result = Replay(start=start, end=start)
+        self._tracker = Tracker()
+        self._meter = WindowMeter()
+        self._persistence = Persistence()
+        self._open: deque[Forecast] = deque()
+        """What persistence said for the windows that are not over, oldest first."""
+
+    def decide(self, decision: Decision) -> None:
+        self._close_windows(decision.time)
+        self._meter.open(decision.forecast)
+        snapshot = self._tracker.snapshot(decision.time)
+        self._open.append(self._persistence.forecast(snapshot, decision.forecast.horizon, ()))
+
+    def apply(self, event: Event) -> None:
+        result, was_live = self._result, len(self._tracker) > 0
+        transition = self._tracker.apply(event)
+        self._meter.observe(transition)
+        self._persistence.observe(transition)
+        self._follow(transition)
+        if isinstance(event, ToolStarted | RewardStarted):
+            result.contexts[event.trajectory, transition.turn] = transition.tokens
+        result.requeued += isinstance(event, Requeued)
         if was_live:
             result.live_seconds += max(0.0, event.time - result.end)
         result.end = max(result.end, event.time)
-        _note(result, transition)
-    close(result.end)
-    _end_stays(result)
-    return result
 
+    def end(self) -> Replay:
+        result = self._result
+        self._close_windows(result.end)
+        for name, stays in result.stays.items():
+            if name not in result.ends:
+                stays[-1] = replace(stays[-1], end=result.end)
+        return result
 
-def _note(result: Replay, transition: Transition) -> None:
-    event = transition.event
-    name = event.trajectory
-    if isinstance(event, Sampled):
-        result.stays[name] = []
-    elif transition.before is not None:
-        stays = result.stays[name]
-        stays[-1] = Stay(transition.before, stays[-1].start, event.time)
-    if transition.after.live:
-        # The end of the last stay of a run that was cut off is filled in at the end.
-        result.stays[name].append(Stay(transition.after, event.time, event.time))
-    else:
-        result.ends[name] = event
-    if isinstance(event, ToolStarted | RewardStarted):
-        result.contexts[name, transition.turn] = transition.tokens
-    result.requeued += transition.before in (State.PREFILL, State.DECODE) and transition.after is State.READY
+    def _follow(self, transition: Transition) -> None:
+        event = transition.event
+        stays = self._result.stays.setdefault(event.trajectory, [])
+        if stays:
+            stays[-1] = replace(stays[-1], end=event.time)
+        if transition.after.live:
+            stays.append(Stay(transition.after, event.time, event.time))
+        else:
+            self._result.ends[event.trajectory] = event
 
-
-def _end_stays(result: Replay) -> None:
-    for name, stays in result.stays.items():
-        if name not in result.ends:
-            stays[-1] = Stay(stays[-1].state, stays[-1].start, result.end)
+    def _close_windows(self, time: float) -> None:
+        for forecast, measured in self._meter.finished(time):
+            self._result.windows.append(Window(forecast, self._open.popleft(), measured))
 
 
 @dataclass(frozen=True, slots=True)
