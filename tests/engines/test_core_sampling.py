@@ -90,3 +90,19 @@ def test_a_token_of_no_probability_is_never_drawn() -> None:
     logits[:, 1] = 0.0
     tokens, _ = sample(logits, [SamplingParams(1, 1.0)] * 2000, [0] * 2000, np.random.default_rng(0))
     assert set(tokens) == {1}
+
+
+def test_every_token_of_a_large_vocabulary_is_drawn_as_often_as_it_should() -> None:
+    rng = np.random.default_rng(2)
+    logits = (3 * rng.normal(size=333)).astype(np.float32)
+    expected = np.exp(logits.astype(np.float64))
+    expected /= expected.sum()
+    counts = np.zeros(333)
+    for _ in range(20):
+        tokens, _ = sample(np.tile(logits, (5000, 1)), [SamplingParams(1, 1.0)] * 5000, [0] * 5000, rng)
+        counts += np.bincount(tokens, minlength=333)
+    common = expected * 100_000 > 20
+    pull = (counts - expected * 100_000)[common] / np.sqrt(expected * 100_000)[common]
+    assert common.sum() > 200
+    assert np.abs(pull).max() < 4.5
+    assert abs((pull**2).mean() - 1) < 0.4

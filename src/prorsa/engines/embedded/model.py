@@ -26,7 +26,7 @@ PANEL = 64
 """Columns of a weight panel."""
 TILE = 16
 """Rows multiplied at a time when there are many."""
-QUERIES = 32
+QUERIES = 64
 """Query positions of a prefill that attend at a time."""
 
 

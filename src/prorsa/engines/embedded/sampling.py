@@ -15,6 +15,9 @@ from prorsa.engines.protocol import SamplingParams
 
 Array = NDArray[np.float32]
 
+SPAN = 64
+"""Tokens whose weights are summed before any is looked at alone."""
+
 
 def sample(
     logits: Array, sampling: Sequence[SamplingParams], positions: Sequence[int], rng: np.random.Generator
@@ -43,10 +46,19 @@ def sample(
 
 
 def _draw(weights: Array, points: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Inverse of the cumulative distribution at `points` in [0, 1), row by row."""
-    cumulative = np.cumsum(weights, axis=-1, dtype=np.float64)
-    drawn: NDArray[np.intp] = np.count_nonzero(cumulative <= points[:, None] * cumulative[:, -1:], axis=-1)
-    return drawn
+    """Inverse of the cumulative distribution at `points` in [0, 1), row by row: first the span, then the token in it."""
+    rows, size = np.arange(len(weights)), weights.shape[1]
+    spans = np.cumsum(np.add.reduceat(weights, np.arange(0, size, SPAN), axis=1), axis=1, dtype=np.float64)
+    targets = points * spans[:, -1]
+    span = (spans > targets[:, None]).argmax(axis=1)
+    columns = span[:, None] * SPAN + np.arange(SPAN)
+    inside = np.where(columns < size, weights[rows[:, None], np.minimum(columns, size - 1)], np.float32(0.0))
+    cumulative = np.cumsum(inside, axis=1, dtype=np.float64)
+    before = np.where(span > 0, spans[rows, span - 1], 0.0)
+    # The two sums of a span round differently: stay below this one, so that the token has a weight.
+    rest = np.minimum(targets - before, cumulative[:, -1] * (1 - 2.0**-40))
+    tokens: NDArray[np.intp] = span * SPAN + (cumulative > rest[:, None]).argmax(axis=1)
+    return tokens
 
 
 def _draw_cut(weights: Array, sampling: SamplingParams, point: float) -> int:
