@@ -42,7 +42,7 @@ from prorsa.report.rundir import Decided, InstanceChange, Run, read_run
 
 
 def run_of(events: list[Event], decided: list[Decided] | None = None, turns: list[TurnRecord] | None = None) -> Run:
-    return Run(Path("run"), {}, events, decided or [], turns or [], [], [], [], [])
+    return Run(Path("run"), {}, events, decided or [], turns or [], [], [], [], {}, [])
 
 
 def decided(after_events: int, time: float, ready: float, prefill: float, admitted: float) -> Decided:
@@ -179,12 +179,22 @@ def test_a_hundred_gaps_in_one_bin() -> None:
 def test_integrity_counts_every_token_that_one_side_lacks() -> None:
     contexts = {("a", 0): 103, ("a", 1): 120, ("c", 0): 9}
     whole = [turn("a", 0, 100, 0, (1.0, 2.0, 3.0)), turn("b", 0, 40, 0, (1.0,))]
-    checked = integrity(whole, contexts)
+    checked = integrity(run_of([], turns=whole), contexts)
     assert (checked.turns, checked.tokens, checked.lost) == (1, 3, 0), "b's episode has not reported yet"
-    assert integrity([turn("a", 0, 100, 0, (1.0, 2.0))], contexts).lost == 1
-    assert integrity([turn("a", 1, 118, 0, (1.0, 2.0, 3.0, 4.0))], contexts).lost == 2
+    assert integrity(run_of([], turns=[turn("a", 0, 100, 0, (1.0, 2.0))]), contexts).lost == 1
+    assert integrity(run_of([], turns=[turn("a", 1, 118, 0, (1.0, 2.0, 3.0, 4.0))]), contexts).lost == 2
     unequal = TurnRecord("a", 0, 100, 0, (("p", "d"),), 0.0, (1.0, 2.0, 3.0), (0, 0), FinishReason.STOP)
-    assert integrity([unequal], contexts).lost == 1
+    assert integrity(run_of([], turns=[unequal]), contexts).lost == 1
+
+
+def test_integrity_compares_the_recorded_trajectories_too() -> None:
+    run = run_of(
+        [], turns=[turn("a", 0, 9, 0, (1.0, 2.0, 3.0)), turn("a", 1, 20, 0, (4.0,)), turn("b", 0, 9, 0, (1.0,))]
+    )
+    run.generated["a"] = 4
+    assert integrity(run, {}).lost == 0
+    run.generated["b"] = 0
+    assert integrity(run, {}).lost == 1
 
 
 def test_role_spans_by_hand() -> None:
@@ -222,6 +232,6 @@ def test_a_whole_run_loses_nothing(synthetic: Callable[..., Path]) -> None:
     summed = totals(run, replayed)
     assert summed.sampled == 64
     assert summed.done + summed.dropped == 64
-    assert summed.turns == integrity(run.turns, replayed.contexts).turns + summed.dropped
-    assert integrity(run.turns, replayed.contexts).lost == 0
+    assert summed.turns == integrity(run, replayed.contexts).turns + summed.dropped
+    assert integrity(run, replayed.contexts).lost == 0
     assert summed.resends == sum(record.attempts - 1 for record in run.turns)

@@ -18,6 +18,7 @@ from prorsa.forecast import Forecast
 from prorsa.lifecycle import DecodeStarted, Done, Event, PrefillStarted, Ready, RewardStarted, Sampled, State, Tracker
 from prorsa.report.recorder import RunRecorder
 from prorsa.report.rundir import InstanceChange, StepRecord, read_run, read_status, record_step
+from prorsa.rollout.records import TrajectoryRecord
 
 EVENTS: list[Event] = [
     Sampled(1.0, "t", "g", "x", 0, 5),
@@ -40,6 +41,10 @@ MIXED = Decision(3.25, DECISION.states, DECISION.forecast, DECISION.demand, Allo
 TURN = TurnRecord("t", 0, 5, 2, (("p", "d"), ("p", "e")), 1.5, (2.5, 2.75, 3.0), (0, 0, 1), FinishReason.STOP)
 FLIP = Flip(3.0, "p", Role.PREFILL, Role.DECODE, 1, 0.25, 0.5, None)
 BROKEN = Flip(4.0, "p", Role.DECODE, Role.PREFILL, 0, 0.25, 9.5, "reports role decode")
+RECORDS = [
+    TrajectoryRecord("t", "g", "q", 0, 7, (1, 2), (3, 4, 5), (1, 0, 1), (-0.5, 0.0, -1.0), (0, -1, 1), 1.0, 2, None),
+    TrajectoryRecord("u", "g", "q", 0, 8, (1, 2), (3,), (1,), (-0.5,), (0,), None, 1, "stale"),
+]
 STEP = StepRecord(1, 3.5, 2.5, 0.75, 8, 1, "train", {"loss": 0.5})
 
 
@@ -57,6 +62,8 @@ def record_all(directory: Path) -> None:
         recorder.flip(FLIP)
         recorder.flip(BROKEN)
         recorder.step(STEP)
+        for record in RECORDS:
+            recorder.trajectory(record)
 
 
 def test_everything_recorded_comes_back_equal(tmp_path: Path) -> None:
@@ -70,6 +77,7 @@ def test_everything_recorded_comes_back_equal(tmp_path: Path) -> None:
     assert run.flips == [FLIP, BROKEN]
     assert run.instances == [InstanceChange(0.5, "p", Role.PREFILL, InstanceState.ROUTED)]
     assert run.steps == [STEP, StepRecord(2, 9.0, 5.5, 0.875, 8)]
+    assert run.generated == {"t": 2}, "u was dropped"
     assert run.problems == []
 
 
@@ -99,7 +107,9 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["decisions.jsonl", "turns.jsonl", "flips.jsonl", "instances.jsonl", "steps.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["decisions.jsonl", "turns.jsonl", "flips.jsonl", "instances.jsonl", "steps.jsonl", "trajectories.jsonl"]
+)
 @pytest.mark.parametrize("damage", ['{"time": 1.0, "na', "{}\n", "[]\n", "\x00\n"])
 def test_a_damaged_file_is_read_up_to_the_damage_which_is_named(tmp_path: Path, name: str, damage: str) -> None:
     record_all(tmp_path / "run")
@@ -109,7 +119,7 @@ def test_a_damaged_file_is_read_up_to_the_damage_which_is_named(tmp_path: Path, 
     path.write_text(path.read_text() + damage)
     run = read_run(tmp_path / "run")
     assert (run.decided, run.turns, run.flips) == (whole.decided, whole.turns, whole.flips)
-    assert (run.instances, run.steps) == (whole.instances, whole.steps)
+    assert (run.instances, run.steps, run.generated) == (whole.instances, whole.steps, whole.generated)
     (problem,) = run.problems
     assert problem.startswith(f"{path}, line {lines + 1}: ")
 

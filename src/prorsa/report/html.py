@@ -50,13 +50,14 @@ def render(run: Run) -> str:
     drawn = charts.prepare(run)
     summed = totals(run, drawn.replayed)
     errors = forecast_errors(drawn.replayed.windows)
-    checked = integrity(run.turns, drawn.replayed.contexts)
+    checked = integrity(run, drawn.replayed.contexts)
     name = escape(str(run.config.get("name", run.directory.name)))
     body = [
         f"<h1>{name}</h1>",
         f"<p>{escape(_subtitle(run, summed))}</p>",
         *(f'<p class="problem">Incomplete: {escape(problem)}</p>' for problem in run.problems),
         _tiles(run, summed, errors, checked),
+        *(f"<p>Dropped {count}: {escape(reason)}</p>" for reason, count in summed.reasons.items()),
         *_sections(drawn, errors),
         _decisions(drawn),
         _flips(drawn),

@@ -170,14 +170,22 @@ class Integrity:
     """Tokens that one side has and the other has not; 0 is right."""
 
 
-def integrity(turns: Sequence[TurnRecord], contexts: dict[tuple[str, int], int]) -> Integrity:
-    """Compare each turn's prompt and output, as streamed, with the context that the episode reported after the turn."""
-    both = [turn for turn in turns if (turn.trajectory, turn.turn) in contexts]
+def integrity(run: Run, contexts: dict[tuple[str, int], int]) -> Integrity:
+    """Compare what was streamed with what the episodes made of it.
+
+    Each turn's prompt and output with the context that the episode reported after the turn; where the trajectories are
+    recorded, the outputs of all turns of a finished one with the tokens that its mask says were generated.
+    """
+    both = [turn for turn in run.turns if (turn.trajectory, turn.turn) in contexts]
     lost = sum(
         abs(turn.prompt_tokens + turn.output_tokens - contexts[turn.trajectory, turn.turn])
         + abs(turn.output_tokens - len(turn.versions))
         for turn in both
     )
+    streamed: Counter[str] = Counter()
+    for turn in run.turns:
+        streamed[turn.trajectory] += turn.output_tokens
+    lost += sum(abs(tokens - streamed[trajectory]) for trajectory, tokens in run.generated.items())
     return Integrity(len(both), sum(turn.output_tokens for turn in both), lost)
 
 
