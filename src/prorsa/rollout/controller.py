@@ -198,6 +198,7 @@ class Controller:
             self._lose(group, f"stale: sampled with weights {group.version}, now {version}, max_staleness {most}")
 
     def _lose(self, group: Group, reason: str) -> None:
+        complete = group in self._complete
         replaced = not self._closed and not isinstance(self.plan.injection, FixedRate)
         self._end(group, Outcome.REPLACED if replaced else Outcome.DROPPED, reason)
         for episode in self._episodes.values():
@@ -206,10 +207,10 @@ class Controller:
         self._lost_in_a_row += 1
         if self._lost_in_a_row >= LOST_ROUNDS * self.plan.capacity:
             self._fail(RolloutFailed(f"{self._lost_in_a_row} groups were lost in a row, the last one to: {reason}"))
-        if self.plan.injection is None and not group.live:
-            # It was complete already, so no member's end will make up for it.
+        if complete and self.plan.injection is None:
+            # No member's end is left to make up for it.
             self._owed += group.size
-            self._launch_owed()
+        self._launch_owed()
 
     def _hand_over(self) -> list[Group]:
         batch = self._complete[: self.plan.groups]

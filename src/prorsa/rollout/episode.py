@@ -108,6 +108,8 @@ class Episode:
         self._transcript = Transcript(())
         self._last: events.Event | None = None
         """The last step that was handed to `record`; no trajectory exists before there is one."""
+        self._recorded = True
+        """Whether `record` took it."""
         self._task: asyncio.Task[Any] | None = None
         self._drop_reason: str | None = None
 
@@ -129,6 +131,8 @@ class Episode:
         except (TurnFailed, SandboxError, NoRoom) as error:
             await self._drop(str(error))
         except Exception as error:
+            if not self._recorded:
+                raise
             log.exception("trajectory %s failed", self.launch.trajectory)
             await self._drop(f"{type(error).__name__}: {error}")
         finally:
@@ -213,8 +217,9 @@ class Episode:
 
     async def _record(self, event: events.Event) -> None:
         # Noted before the call: a cancellation that meets it comes too late to undo it.
-        self._last = event
+        self._last, self._recorded = event, False
         await self._ports.record(event)
+        self._recorded = True
 
     async def _drop(self, reason: str) -> None:
         self._drop_reason = reason

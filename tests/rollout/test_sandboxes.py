@@ -1,0 +1,395 @@
+"""Real sandboxes: what code in them can and cannot do, and that none is left, whatever ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollouts import CHAT, QUESTION, ScriptedControl, call, environment, scripted
+
+from prorsa.lifecycle import events as e
+from prorsa.lifecycle.events import SandboxMode
+from prorsa.rollout.controller import Plan
+from prorsa.rollout.episode import Episode, Launch
+from prorsa.rollout.sampler import Sampler
+from prorsa.rollout.sandboxes import pool as pools
+from prorsa.rollout.sandboxes import process as processes
+from prorsa.rollout.sandboxes.base import SandboxError
+from prorsa.rollout.sandboxes.pool import ROOT_PREFIX, SandboxPool
+from prorsa.rollout.sandboxes.process import LOST, RUNNER, ProcessSandbox
+from prorsa.rollout.steps import run_rollout
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """So that what a test leaves is its own, and it finds nothing of others; and nothing may be left."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield tmp_path
+    assert list(tmp_path.iterdir()) == []
+    assert runners() == []
+
+
+def runners(parent: int | None = None) -> list[int]:
+    """Sandbox processes, unreaped ones too, whose parent is `parent`, by default this process."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                status = (entry / "stat").read_text().rpartition(")")[2].split()
+                command = (entry / "cmdline").read_text()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            ours = str(RUNNER) in command or status[0] == "Z"
+            if ours and int(status[1]) == (parent or os.getpid()):
+                found.append(int(entry.name))
+    return found
+
+
+def in_sandbox(test: Callable[[ProcessSandbox], Awaitable[None]], **limits: Any) -> None:
+    async def main() -> None:
+        async with SandboxPool(prewarmed=0, **limits) as pool, pool.sandbox() as sandbox:
+            await sandbox.start()
+            await test(sandbox)
+
+    asyncio.run(main())
+
+
+def results(*codes: str, **limits: Any) -> list[str]:
+    """What each piece of code returns, one after the other in one sandbox."""
+    texts: list[str] = []
+
+    async def test(sandbox: ProcessSandbox) -> None:
+        texts.extend([await sandbox.run(code) for code in codes])
+
+    in_sandbox(test, **limits)
+    return texts
+
+
+def test_state_lives_on_from_call_to_call() -> None:
+    assert results("x = 41", "x += 1\nprint('now', x)", "x * 2", "def f(): return x", "f()") == [
+        "",
+        "now 42\n",
+        "84\n",
+        "",
+        "42\n",
+    ]
+
+
+def test_an_error_comes_back_as_its_traceback_after_what_was_printed() -> None:
+    printed, syntax, exit_ = results("print('before')\n1 / 0", "x = (", "raise SystemExit(3)")
+    assert printed.startswith("before\nTraceback")
+    assert 'File "<code>", line 2' in printed
+    assert printed.endswith("ZeroDivisionError: division by zero\n")
+    assert "runner" not in printed
+    assert "SyntaxError: '(' was never closed" in syntax
+    assert exit_.endswith("SystemExit: 3\n")
+
+
+def test_an_endless_loop_is_stopped_and_the_sandbox_goes_on_afresh() -> None:
+    first, second = results("x = 1\nwhile True: pass", "x", timeout=0.3)
+    assert first == f"TimeoutError: no result within 0.3 s. {LOST}"
+    assert "NameError" in second
+
+
+def test_a_process_that_ends_itself_is_told_and_replaced() -> None:
+    left, crashed, after = results("import os; os._exit(7)", "import ctypes; ctypes.string_at(0)", "1 + 1")
+    assert left == f"The interpreter exited with code 7. {LOST}"
+    assert crashed == f"The interpreter was killed by SIGSEGV. {LOST}"
+    assert after == "2\n"
+
+
+def test_memory_is_bounded() -> None:
+    one, many, after = results("x = 'x' * 10**9", "l = []\nwhile True: l.append('x' * 10**5)", "1 + 1", memory_mb=128)
+    assert one == "MemoryError\n"
+    assert many == "MemoryError\nAll variables are lost.\n"
+    assert after == "2\n"
+
+
+def test_cpu_time_is_bounded_over_the_life_of_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "CALLS_OF_CPU", 0.1)
+    assert results("while True: pass", timeout=10.0) == [f"The interpreter was killed by SIGKILL. {LOST}"]
+
+
+def test_output_is_bounded() -> None:
+    (text,) = results("print('y' * 10**6)\nraise ValueError('z' * 10**6)", output_chars=100)
+    printed, note, failure = text.partition("[999901 more characters]")
+    assert printed == "y" * 100 + "\n"
+    assert note
+    assert len(failure) < 200
+
+
+def test_a_file_is_bounded_and_its_own_directory_is_writable() -> None:
+    big, small = results(
+        "open('big', 'wb').write(b'x' * (2 << 20))", "open('small', 'w').write('hi')\nopen('small').read()", file_mb=1
+    )
+    assert "File too large" in big
+    assert small == "'hi'\n"
+
+
+def test_nothing_of_the_parent_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRORSA_SECRET", "hunter2")
+    handle = os.open("/dev/null", os.O_RDONLY)
+    os.set_inheritable(handle, True)
+    environment, site, files = results(
+        "import os; sorted(os.environ)",
+        "import sys; any('site-packages' in path for path in sys.path)",
+        # Standard input, output and errors, and the wire's two ends.
+        "def is_open(i):\n    try: os.fstat(i)\n    except OSError: return False\n    return True\n"
+        "[i for i in range(64) if is_open(i)]",
+    )
+    os.close(handle)
+    assert "PRORSA_SECRET" not in environment
+    assert site == "False\n"
+    assert files == "[0, 1, 2, 3, 4]\n"
+
+
+def enforced(name: str) -> bool:
+    found: list[bool] = []
+
+    async def test(sandbox: ProcessSandbox) -> None:
+        assert sandbox._worker is not None
+        found.append(name in sandbox._worker.enforced)
+
+    in_sandbox(test)
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os.fork()",
+        "import subprocess; subprocess.run(['true'])",
+        "import os; os.posix_spawn('/bin/true', ['true'], {})",
+        "import threading; threading.Thread(target=print).start()",
+        "import os; os.execv('/bin/true', ['true'])",
+        "import os; os.setsid()",
+        "import os, signal; os.kill(os.getppid(), signal.SIGTERM)",
+        "import socket; socket.socket()",
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))",
+    ],
+)
+def test_no_process_socket_signal_or_limit(code: str) -> None:
+    if not enforced("calls"):
+        pytest.skip("this kernel has no seccomp")
+    (text,) = results(code)
+    assert "not permitted" in text or "can't start new thread" in text or "not allowed" in text
+
+
+def test_no_file_outside_its_directory(tmp_path: Path) -> None:
+    if not enforced("files"):
+        pytest.skip("this kernel has no Landlock")
+    secret = Path.home() / ".prorsa-sandbox-test"
+    secret.write_text("hunter2")
+    try:
+        for code in (
+            f"open({str(secret)!r}).read()",
+            f"open({str(secret)!r}, 'w')",
+            f"import os; os.remove({str(secret)!r})",
+            "open('../other', 'w')",
+            "import os; os.listdir('/')",
+            "import os; open(f'/proc/{os.getppid()}/environ').read()",
+        ):
+            (text,) = results(code)
+            assert "PermissionError" in text, code
+        assert secret.read_text() == "hunter2"
+    finally:
+        secret.unlink()
+
+
+def test_a_directory_without_permissions_is_removed_too() -> None:
+    results("import os; os.makedirs('a/b'); open('a/b/c', 'w'); os.chmod('a/b', 0); os.chmod('a', 0); os.chmod('.', 0)")
+
+
+def test_a_forged_answer_ends_the_sandbox_not_the_rollout() -> None:
+    text, after = results("import os; os.write(4, b'\\xff' * 64); os.write(3, b'\\xff' * 64)", "1 + 1")
+    assert text.startswith("The interpreter was killed by SIGKILL")
+    assert after == "2\n"
+
+
+# The pool.
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30.0):
+        while not condition():  # noqa: ASYNC110 (another process gives no signal)
+            await asyncio.sleep(0.01)
+
+
+def test_a_prewarmed_sandbox_is_there_at_once_and_is_replaced() -> None:
+    async def main() -> None:
+        async with SandboxPool(prewarmed=2) as pool:
+            await until(lambda: pool.ready == 2)
+            async with pool.sandbox() as first, pool.sandbox() as second, pool.sandbox() as third:
+                assert [s.mode for s in (first, second, third)] == [SandboxMode.PREWARMED] * 2 + [SandboxMode.COLD]
+                for sandbox in (first, second, third):
+                    await sandbox.start()
+                    assert await sandbox.run("1 + 1") == "2\n"
+            await until(lambda: pool.ready == 2 and len(runners()) == 2)
+
+    asyncio.run(main())
+
+
+def test_a_prewarmed_sandbox_that_died_is_not_handed_out() -> None:
+    async def main() -> None:
+        async with SandboxPool(prewarmed=1) as pool:
+            await until(lambda: pool.ready == 1)
+            (pid,) = runners()
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: pid not in runners())
+            async with pool.sandbox() as sandbox:
+                await sandbox.start()
+                assert await sandbox.run("1 + 1") == "2\n"
+
+    asyncio.run(main())
+
+
+def test_many_at_once_all_work_and_few_start_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    starting, most = 0, 0
+    lock_in = processes.Worker.lock_in
+
+    async def counted(worker: processes.Worker) -> None:
+        nonlocal starting, most
+        starting += 1
+        most = max(most, starting)
+        await lock_in(worker)
+        starting -= 1
+
+    monkeypatch.setattr(processes.Worker, "lock_in", counted)
+
+    async def use(pool: SandboxPool, number: int) -> str:
+        async with pool.sandbox() as sandbox:
+            await sandbox.start()
+            return await sandbox.run(str(number))
+
+    async def main() -> None:
+        async with SandboxPool(prewarmed=2) as pool:
+            answers = await asyncio.gather(*(use(pool, number) for number in range(12)))
+            assert answers == [f"{number}\n" for number in range(12)]
+
+    asyncio.run(main())
+    assert most == pools.STARTING
+
+
+def test_a_sandbox_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with SandboxPool(prewarmed=1) as pool, pool.sandbox() as sandbox:
+            with pytest.raises(SandboxError, match="did not start"):
+                await sandbox.start()
+
+    for broken in ("/nonexistent/python", "/bin/false"):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", broken)
+            asyncio.run(main())
+
+
+def test_closing_the_pool_ends_what_runs() -> None:
+    async def main() -> None:
+        pool = SandboxPool(prewarmed=1, timeout=60.0)
+        await pool.__aenter__()
+        async with pool.sandbox() as sandbox:
+            await sandbox.start()
+            running = asyncio.create_task(sandbox.run("import time; time.sleep(60)"))
+            await asyncio.sleep(0.05)
+            await pool.close()
+            assert "was killed by SIGKILL" in await running
+            with pytest.raises(SandboxError, match="closed"):
+                await sandbox.run("1")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.005, 0.02, 0.06, 0.2])
+def test_a_cancellation_leaves_no_sandbox(delay: float) -> None:
+    """The episode below starts in about 0.03 s, and then waits in its tool."""
+
+    async def main() -> None:
+        control = ScriptedControl(scripted(call("import time; time.sleep(60)")))
+        async with SandboxPool(prewarmed=0, timeout=60.0) as pool:
+            launch = Launch("t0", "g0", QUESTION, version=0, seed=0)
+            task = asyncio.create_task(Episode(launch, environment(pool), control).run())
+            await asyncio.sleep(delay)
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled()
+            await until(lambda: runners() == [])
+        assert len(control.tracker) == 0
+
+    asyncio.run(main())
+
+
+def test_a_killed_parent_leaves_no_process_and_the_next_pool_removes_its_directories(tmp_path: Path) -> None:
+    script = textwrap.dedent("""
+        import asyncio
+        from prorsa.rollout.sandboxes.pool import SandboxPool
+
+        async def main():
+            async with SandboxPool(prewarmed=2, timeout=60.0) as pool, pool.sandbox() as busy:
+                await busy.start()
+                running = asyncio.create_task(busy.run("while True: pass"))
+                while pool.ready < 2:
+                    await asyncio.sleep(0.01)
+                print("ready", flush=True)
+                await running
+
+        asyncio.run(main())
+    """)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == b"ready\n"
+    children = runners(parent.pid)
+    assert len(children) == 3
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    asyncio.run(until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children)))
+    (left,) = tmp_path.glob(f"{ROOT_PREFIX}*")
+
+    async def next_run() -> None:
+        async with SandboxPool(prewarmed=0):
+            assert not left.exists()
+
+    asyncio.run(next_run())
+
+
+def test_pools_do_not_take_each_others_directories() -> None:
+    async def main() -> None:
+        async with SandboxPool(prewarmed=0) as one, SandboxPool(prewarmed=0), one.sandbox() as sandbox:
+            await sandbox.start()
+            assert await sandbox.run("open('x', 'w').write('kept')") == "4\n"
+            async with SandboxPool(prewarmed=0):
+                assert await sandbox.run("open('x').read()") == "'kept'\n"
+
+    asyncio.run(main())
+
+
+def test_a_whole_rollout_in_real_sandboxes() -> None:
+    async def main() -> None:
+        control = ScriptedControl(scripted(call("x = 37 * 48"), call("print(x)"), "The answer is 1776."))
+        async with SandboxPool(prewarmed=2) as pool:
+            steps: list[float] = []
+            await run_rollout(
+                control,
+                environment(pool),
+                Sampler([QUESTION], 4, seed=0),
+                Plan(groups=2),
+                steps=2,
+                on_step=lambda step: steps.append(step.reward),
+            )
+        assert steps == [1.0, 1.0]
+        modes = {event.mode for event in control.of(e.SandboxStarting)}  # type: ignore[attr-defined]
+        assert modes == {SandboxMode.PREWARMED, SandboxMode.COLD}
+        assert {"1776" in CHAT.decode(r.input_ids) for r in control.requests if r.turn == 2} == {True}
+
+    asyncio.run(main())
