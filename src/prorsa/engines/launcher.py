@@ -82,8 +82,10 @@ class EmbeddedLauncher:
         await _end(child.process)
 
     async def restart(self, name: str, role: Role) -> SGLangEngine:
-        """A new process under the old name, with the weights of the start: update them if newer ones are in use."""
-        await self.stop(name)
+        """A new process under the old name, whether the old one lives, is dead or never started. It has the weights that
+        the launcher was made with: update them if newer ones are in use."""
+        if name in self._engines:
+            await self.stop(name)
         return await self.start(name, role)
 
     async def close(self) -> None:
