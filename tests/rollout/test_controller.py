@@ -20,7 +20,6 @@ from prorsa.lifecycle import events as e
 from prorsa.rollout.controller import ENDED, Controller, Plan, RolloutFailed
 from prorsa.rollout.episode import Launch
 from prorsa.rollout.sampler import Group, Outcome, Sampler, derive_seed
-from prorsa.rollout.steps import Step, run_rollout
 from prorsa.rollout.tasks.base import Question
 from prorsa.simulation import clock
 
@@ -340,7 +339,7 @@ def test_a_cancelled_rollout_leaves_nothing(rounds: int) -> None:
     run(main())
 
 
-# The sampler and the steps.
+# The sampler.
 
 
 def test_the_sampler_deals_groups_in_order_with_reproducible_seeds() -> None:
@@ -354,25 +353,3 @@ def test_the_sampler_deals_groups_in_order_with_reproducible_seeds() -> None:
     assert len({launch.seed for launch in dealt}) == 6
     assert dealt[4].seed == derive_seed(5, "q0", epoch=1, member=0)
     assert all(0 <= launch.seed < 2**31 for launch in dealt)
-
-
-def test_a_rollout_reports_its_steps() -> None:
-    async def half_right(request: TurnRequest) -> str:
-        await asyncio.sleep(2.0)
-        if request.trajectory == "g1.0":
-            raise TurnFailed("no instance answered")
-        return "The answer is 1776." if request.trajectory.endswith("0") else "No."
-
-    async def main() -> None:
-        steps: list[Step] = []
-        control, sampler = ScriptedControl(half_right), WatchedSampler(2)
-        summary = await run_rollout(control, environment(ScriptedSandboxes()), sampler, Plan(groups=2), 3, steps.append)
-        assert [step.index for step in steps] == [0, 1, 2]
-        assert [step.reward for step in steps] == [0.5] * 3
-        assert [step.lost for step in steps] == [1, 0, 0]
-        assert [step.seconds for step in steps] == [4.0, 2.0, 2.0]
-        assert (summary.steps, summary.trajectories, summary.reward, summary.lost) == (3, 12, 0.5, 1)
-        assert summary.seconds == 8.0
-        assert summary.output_tokens == sum(step.output_tokens for step in steps) > 0
-
-    run(main())

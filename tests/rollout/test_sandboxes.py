@@ -18,7 +18,7 @@ from rollouts import CHAT, QUESTION, ScriptedControl, call, environment, scripte
 
 from prorsa.lifecycle import events as e
 from prorsa.lifecycle.events import SandboxMode
-from prorsa.rollout.controller import Plan
+from prorsa.rollout.controller import Controller, Plan
 from prorsa.rollout.episode import Episode, Launch
 from prorsa.rollout.sampler import Sampler
 from prorsa.rollout.sandboxes import pool as pools
@@ -26,7 +26,6 @@ from prorsa.rollout.sandboxes import process as processes
 from prorsa.rollout.sandboxes.base import SandboxError
 from prorsa.rollout.sandboxes.pool import ROOT_PREFIX, SandboxPool
 from prorsa.rollout.sandboxes.process import LOST, RUNNER, ProcessSandbox
-from prorsa.rollout.steps import run_rollout
 
 pytestmark = pytest.mark.engine
 
@@ -377,19 +376,16 @@ def test_pools_do_not_take_each_others_directories() -> None:
 def test_a_whole_rollout_in_real_sandboxes() -> None:
     async def main() -> None:
         control = ScriptedControl(scripted(call("x = 37 * 48"), call("print(x)"), "The answer is 1776."))
-        async with SandboxPool(prewarmed=2) as pool:
-            steps: list[float] = []
-            await run_rollout(
-                control,
-                environment(pool),
-                Sampler([QUESTION], 4, seed=0),
-                Plan(groups=2),
-                steps=2,
-                on_step=lambda step: steps.append(step.reward),
-            )
-        assert steps == [1.0, 1.0]
+        async with (
+            SandboxPool(prewarmed=2) as pool,
+            Controller(control, environment(pool), Sampler([QUESTION], 4, seed=0), Plan(groups=2)) as controller,
+        ):
+            await until(lambda: pool.ready == 2)
+            for _ in range(2):
+                groups = await controller.batch()
+                assert [record.reward for group in groups for record in group.records] == [1.0] * 8
         modes = {event.mode for event in control.of(e.SandboxStarting)}  # type: ignore[attr-defined]
         assert modes == {SandboxMode.PREWARMED, SandboxMode.COLD}
-        assert {"1776" in CHAT.decode(r.input_ids) for r in control.requests if r.turn == 2} == {True}
+        assert {"1776" in CHAT.decode(request.input_ids) for request in control.requests if request.turn == 2} == {True}
 
     asyncio.run(main())
