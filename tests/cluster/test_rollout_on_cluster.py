@@ -55,7 +55,7 @@ Disturbance = Callable[[Bench], Awaitable[None]]
 
 
 def roll_out(bench: Bench, disturb: Disturbance | None = None) -> dict[str, TrajectoryRecord]:
-    """Two synchronous batches of three groups of four."""
+    """Four synchronous batches of three groups of four."""
 
     async def main() -> dict[str, TrajectoryRecord]:
         sandboxes = ScriptedSandboxes(start_s=0.1, run_s=0.2)
@@ -65,7 +65,7 @@ def roll_out(bench: Bench, disturb: Disturbance | None = None) -> dict[str, Traj
         plan = Plan(groups=3, max_staleness=9)
         async with bench, Controller(bench.control, world, sampler, plan) as controller:
             disturbing = asyncio.ensure_future(disturb(bench)) if disturb else None
-            for _ in range(2):
+            for _ in range(4):
                 for group in await controller.batch():
                     assert group.outcome is Outcome.TRAINED
                     records |= {record.trajectory: record for record in group.records}
@@ -81,7 +81,7 @@ def roll_out(bench: Bench, disturb: Disturbance | None = None) -> dict[str, Traj
 
 def undisturbed() -> dict[str, TrajectoryRecord]:
     records = roll_out(Bench("M"))
-    assert len(records) == 24
+    assert len(records) == 48
     assert {record.turns for record in records.values()} == {1, 2, 3, 4}
     return records
 
