@@ -135,3 +135,7 @@ async def interruptible(work: Coroutine[Any, Any, None]) -> None:
         await task
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
