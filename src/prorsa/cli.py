@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command, text in (
         ("rollout", rollout, "run trajectories without a trainer: evaluation, data, benchmarks"),
-        ("train", train_, "train with verl; the rollout runs on prefill and decode engines"),
+        ("train", train, "train with verl; the rollout runs on prefill and decode engines"),
     ):
         sub = subparsers.add_parser(name, help=text, description=text)
         sub.add_argument("config", help="YAML file")
@@ -82,7 +82,7 @@ def rollout(parsed: argparse.Namespace) -> int:
         return run(commands.rollout(config, run_dir), run_dir)
 
 
-def train_(parsed: argparse.Namespace) -> int:
+def train(parsed: argparse.Namespace) -> int:
     config = load_config(parsed.config, parsed.overrides)
     if parsed.dry_run:
         return show(config)

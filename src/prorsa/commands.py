@@ -54,6 +54,18 @@ async def rollout(config: Config, run_dir: Path) -> None:
                 await _step(step, controller, recorder, rollout.split)
 
 
+async def train(config: Config, run_dir: Path) -> None:
+    """`rollout.steps` training steps by verl, recorded in `run_dir`. Raises `CommandFailed`."""
+    try:
+        from prorsa.integrations.verl import launch, loaded
+    except ModuleNotFoundError as error:
+        raise CommandFailed(f"{error}; training needs the `train` extra: pip install 'prorsa[train]'") from error
+    try:
+        await launch.train(config, run_dir)
+    except (launch.TrainingFailed, loaded.NotLoaded) as error:
+        raise CommandFailed(str(error)) from error
+
+
 async def _step(step: int, controller: Controller, recorder: RunRecorder, split: str) -> None:
     now = asyncio.get_running_loop().time
     start, lost = now(), controller.lost
