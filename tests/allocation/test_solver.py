@@ -6,13 +6,15 @@ import math
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prorsa.allocation import Allocation, solve
 
 DEMANDS = st.one_of(st.just(0.0), st.integers(0, 40).map(lambda n: n / 8), st.floats(0.0, 50.0))
 GPUS_EACH = st.integers(1, 5)
+EPSILON = Fraction(1, 10**8)
+"""Differences below this are rounding."""
 
 
 @st.composite
@@ -49,7 +51,7 @@ def test_by_hand_the_demand_does_not_fit() -> None:
 
 def test_by_hand_unequal_gpus_an_instance() -> None:
     # m_p = 2, m_d = 3, G = 12, a = 2, b = 2. Candidates: 1:3 (11) 0.5; 2:2 (10) 1; 3:2 (12) 1; 4:1 (11) 0.5.
-    # 3:2 costs no instance its role, uses all 12 GPUs and has the larger second ratio.
+    # 2:2 and 3:2 cost no instance its role; 3:2 uses all 12 GPUs.
     assert solve(2.0, 2.0, 2, 3, 12, Allocation(2, 2)) == Allocation(3, 2)
 
 
@@ -72,7 +74,7 @@ def test_as_good_as_the_best_of_all_pairs(problem: tuple[float, float, int, int,
     found = solve(*problem)
     best = max(min(served(pair.prefill, a), served(pair.decode, b)) for pair in affordable(m_p, m_d, gpus))
     got = min(served(found.prefill, a), served(found.decode, b))
-    assert got == best or float(got) == pytest.approx(float(best), rel=1e-8)
+    assert got >= best * (1 - EPSILON)
     assert found.prefill >= 1
     assert found.decode >= 1
     assert m_p * found.prefill + m_d * found.decode <= gpus
@@ -114,10 +116,11 @@ def test_the_one_rule_is_the_papers_two_cases(problem: tuple[float, float, int, 
         # The cost only steps up where one of the two counts does: the largest d that fits is at such a step.
         steps = [Fraction(n) / demand - 1 for demand in (a_exact, b_exact) for n in range(1, gpus + 1)]
         margin = max(step for step in steps if step >= 0 and cost(step) <= gpus)
-        assert float(min(found.prefill / a_exact, found.decode / b_exact)) == pytest.approx(float(1 + margin), rel=1e-8)
+        reached = min(found.prefill / a_exact, found.decode / b_exact)
+        assert (1 + margin) * (1 - EPSILON) <= reached <= 1 + margin
     else:
         load = min(max(a_exact / p.prefill, b_exact / p.decode) for p in affordable(m_p, m_d, gpus))
-        assert float(max(a_exact / found.prefill, b_exact / found.decode)) == pytest.approx(float(load), rel=1e-8)
+        assert load <= max(a_exact / found.prefill, b_exact / found.decode) <= load * (1 + EPSILON)
 
 
 @given(problems())
@@ -127,6 +130,7 @@ def test_constant_demand_does_not_oscillate(problem: tuple[float, float, int, in
 
 
 @given(problems(), st.floats(0.0, 30.0))
+@example((2.0, 2.0, 1, 1, 3, Allocation(0, 0)), 1e-9)
 def test_more_demand_for_a_role_never_gives_it_less(
     problem: tuple[float, float, int, int, int, Allocation], more: float
 ) -> None:

@@ -44,18 +44,21 @@ def solve(
     stops any. No demand at all keeps the current roles; where only one role has demand, the other keeps one instance.
 
     Equally good allocations are told apart, in this order, by: fewest instances that leave their current role, most GPUs
-    in use, the better-off role's ratio. So the answer for its own result as `current` is that result: no oscillation.
+    in use, most decode. None of these looks at the demand, so that more demand for a role never gives it less, and the
+    answer for its own result as `current` is that result: no oscillation.
 
     Raises ValueError where not even one instance of each role fits.
     """
     _check(prefill_demand, decode_demand, m_p, m_d, gpus)
     prefill, decode = _pairs(m_p, m_d, gpus, instances)
-    ratios = np.sort(np.stack([_ratio(prefill, prefill_demand), _ratio(decode, decode_demand)]), axis=0)
-    best = np.flatnonzero(ratios[0] >= _less(ratios[0].max()))
-    prefill, decode, better_off = prefill[best], decode[best], ratios[1][best]
+    # Only the demands' proportion matters; this way the ratio that decides is never out of range.
+    larger = max(prefill_demand, decode_demand) or 1.0
+    ratios = np.minimum(_ratio(prefill, prefill_demand / larger), _ratio(decode, decode_demand / larger))
+    best = ratios >= ratios.max() * (1 - ROUNDING)
+    prefill, decode = prefill[best], decode[best]
     leaving = np.maximum(current.prefill - prefill, 0) + np.maximum(current.decode - decode, 0)
     used = m_p * prefill + m_d * decode
-    first = np.lexsort((-better_off, -used, leaving))[0]
+    first = np.lexsort((prefill, -used, leaving))[0]
     return Allocation(int(prefill[first]), int(decode[first]))
 
 
@@ -80,10 +83,6 @@ def _ratio(count: NDArray[np.int64], demand: float) -> NDArray[np.float64]:
         return np.full(len(count), np.inf)
     with np.errstate(over="ignore"):
         return count / demand
-
-
-def _less(ratio: float) -> float:
-    return ratio * (1 - ROUNDING)
 
 
 def _check(prefill_demand: float, decode_demand: float, m_p: int, m_d: int, gpus: int) -> None:
