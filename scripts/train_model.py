@@ -67,7 +67,7 @@ def demonstrate(problem: Problem, rng: random.Random) -> list[Turn]:
         if rng.random() < SKIP_STEP:
             continue
         taken = slip(step, rng)
-        turns.append(Turn(call(taken.expression(value)), str(taken.apply(value))))
+        turns.append(Turn(call(taken.expression(value)), f"{taken.apply(value)}\n"))
         value = taken.apply(value)
     return [*turns, Turn(f"The answer is {value}.", None)]
 
@@ -303,7 +303,7 @@ def run_tool(code: object) -> str:
     if program is None:
         return "error"
     left, operator, right = int(program[1]), program[2], int(program[3])
-    return str(left + right if operator == "+" else left - right if operator == "-" else left * right)
+    return f"{left + right if operator == '+' else left - right if operator == '-' else left * right}\n"
 
 
 def report_accuracy(model: Qwen3ForCausalLM, chat: ChatTokenizer, count: int, seed: int) -> None:
