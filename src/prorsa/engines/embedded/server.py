@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -39,13 +37,14 @@ from prorsa.engines.embedded.process import announce, watch_for_stop
 from prorsa.engines.embedded.requests import (
     Asked,
     BadRequest,
+    field,
     parse_generate,
     parse_object,
     parse_role,
     parse_version,
     role_name,
 )
-from prorsa.engines.embedded.requests import field as body_field
+from prorsa.engines.embedded.tickets import Ticket
 from prorsa.engines.embedded.transfer import FirstToken, Handover, Prompt, Pull, Rooms
 from prorsa.engines.protocol import FinishReason, Role
 
@@ -59,69 +58,6 @@ TURNS_PER_STEP = 3
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Ticket:
-    """One accepted request between the core, which produces, and its HTTP response, which takes."""
-
-    asked: Asked
-    weights_version: int
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    tokens: list[int] = field(default_factory=list)
-    """Produced and not yet taken; so are `logprobs`."""
-    logprobs: list[float] = field(default_factory=list)
-    taken: int = 0
-    cached_tokens: int = 0
-    finish: FinishReason | None = None
-    message: str = "aborted"
-    """Why, if it was aborted."""
-    in_core: bool = False
-    handover: Handover | None = None
-    """On a prefill engine."""
-    awaited: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the decode side has room for the KV, or never will."""
-    pull: Pull | None = None
-    """On a decode engine."""
-
-    def put(self, tokens: Sequence[int], logprobs: Sequence[float], finish: FinishReason | None) -> None:
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.finish = finish
-        if tokens or finish is not None:
-            self.news.set()
-        if finish is not None:
-            self.awaited.set()
-
-    def part(self, reason: str) -> None:
-        """Leave the other leg, if there is one that still needs this one."""
-        if self.pull is not None:
-            self.pull.give_up()
-        if self.handover is not None:
-            self.handover.withdraw(reason)
-
-    def take(self) -> bytes:
-        """The next server-sent event, in the form of SGLang's incremental streaming."""
-        self.news.clear()
-        self.taken += len(self.tokens)
-        pairs = zip(self.logprobs, self.tokens, strict=True)
-        meta = {
-            "id": self.asked.rid,
-            "finish_reason": self._finish_reason(),
-            "prompt_tokens": len(self.asked.input_ids),
-            "completion_tokens": self.taken,
-            "cached_tokens": self.cached_tokens,
-            "weight_version": str(self.weights_version),
-            "output_token_logprobs": [(logprob, token, None) for logprob, token in pairs],
-        }
-        message = json.dumps({"output_ids": self.tokens, "meta_info": meta}, separators=(",", ":"))
-        self.tokens, self.logprobs = [], []
-        return b"data: " + message.encode() + b"\n\n"
-
-    def _finish_reason(self) -> dict[str, str] | None:
-        if self.finish is FinishReason.ABORT:
-            return {"type": "abort", "message": self.message}
-        return None if self.finish is None else {"type": self.finish.value}
 
 
 class EngineServer:
@@ -359,10 +295,10 @@ class EngineServer:
 
     async def _abort_request(self, request: web.Request) -> web.Response:
         body = parse_object(await request.read())
-        if body_field(body, "abort_all", bool, False):
+        if field(body, "abort_all", bool, False):
             self._abort_all("aborted by the client")
             return web.Response()
-        ticket = self._tickets.get(body_field(body, "rid", str))
+        ticket = self._tickets.get(field(body, "rid", str))
         if ticket is not None:
             self._abort(ticket, "aborted by the client")
         return web.Response()
@@ -386,8 +322,8 @@ class EngineServer:
 
     async def _update_weights(self, request: web.Request) -> web.Response:
         body = parse_object(await request.read())
-        path, version = body_field(body, "model_path", str), parse_version(body)
-        if self._unfinished() and not body_field(body, "abort_all_requests", bool, False):
+        path, version = field(body, "model_path", str), parse_version(body)
+        if self._unfinished() and not field(body, "abort_all_requests", bool, False):
             raise BadRequest(
                 "abort_all_requests=false: requests are live; set it to true or wait until they have ended"
             )
