@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fake_engine import STOP, FakeEngine, FakeRestarter, World, reference
 
-from prorsa.allocation import Policy, PrefillSpeed, Static
+from prorsa.allocation import Allocation, Demand, Policy, PrefillSpeed
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.manager import HealthLimits
@@ -19,8 +19,8 @@ from prorsa.cluster.router import Limits, Router
 from prorsa.cluster.switcher import SwitchLimits
 from prorsa.cluster.turns import TurnRequest, TurnResult
 from prorsa.engines.protocol import FinishReason, Role, SamplingParams
-from prorsa.forecast.forecast import Forecast
-from prorsa.lifecycle import Snapshot, State, Tracker, Transition
+from prorsa.forecast import Forecaster, LifecycleForecaster
+from prorsa.lifecycle import Tracker, Transition
 from prorsa.lifecycle.events import Done, Event, RewardStarted, Sampled
 from prorsa.simulation.clock import run
 
@@ -97,39 +97,16 @@ def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
 
 async def until(condition: Callable[[], bool]) -> None:
     """Step through loop time until `condition`; bounded."""
-    async with asyncio.timeout(1000):
+    async with asyncio.timeout(100):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
-class Present:
-    """Forecasts that nothing new comes: the ready queue, the prefills and the decodes as they are."""
+class Keep:
+    """A policy that is content with what there is."""
 
-    def __init__(self) -> None:
-        self.observed: list[Transition] = []
-
-    def observe(self, transition: Transition) -> None:
-        self.observed.append(transition)
-
-    def forecast(self, snapshot: Snapshot, horizon: float, prefill_instances: Sequence[str]) -> Forecast:
-        def tokens(state: State) -> float:
-            return float(snapshot.tokens[snapshot.state == state].sum())
-
-        ready, inflight = tokens(State.READY), tokens(State.PREFILL)
-        return Forecast(
-            time=snapshot.time,
-            horizon=horizon,
-            sampler=0.0,
-            startup=0.0,
-            ready=ready,
-            tool=0.0,
-            inflight=inflight,
-            bias=1.0,
-            prefill_tokens=ready + inflight,
-            admitted_tokens=ready + inflight,
-            admitted_kv=0.0,
-            decode_kv=tokens(State.DECODE),
-        )
+    def decide(self, demand: Demand, current: Allocation, live: bool) -> Allocation | None:
+        return current
 
 
 class Notes:
@@ -161,7 +138,9 @@ class Notes:
 class Bench:
     """A control plane over fake engines e0, e1, ...; use it as a context: leaving it stops it and checks what is left."""
 
-    def __init__(self, roles: str = "PPDD", policy: Policy | None = None, **engine: Any) -> None:
+    def __init__(
+        self, roles: str = "PPDD", policy: Policy | None = None, forecaster: Forecaster | None = None, **engine: Any
+    ) -> None:
         self.world = World()
         self.engines = {
             f"e{index}": FakeEngine(f"e{index}", self.world, ROLES[letter], **engine)
@@ -169,8 +148,8 @@ class Bench:
         }
         self.restarter = FakeRestarter(self.world, **engine)
         self.notes = Notes()
-        self.forecaster = Present()
-        self.policy = policy or Static(roles.count("P"), roles.count("D"))
+        self.forecaster = forecaster or LifecycleForecaster(None, 100.0)
+        self.policy = policy or Keep()
         self.control = ControlPlane(
             list(self.engines.values()),
             forecaster=self.forecaster,

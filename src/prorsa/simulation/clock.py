@@ -9,6 +9,7 @@ Where tasks wait and no timer is left, nothing can ever happen again: `Deadlock`
 from __future__ import annotations
 
 import asyncio
+import math
 import traceback
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -38,6 +39,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         if timeout > 0:
             # Not `now + timeout`: its rounding could fall an ulp short of the deadline.
             self._now = self._scheduled[0].when()  # type: ignore[attr-defined]
+            # Timers are due up to this much early: exactly those of now, however large the time has grown.
+            self._clock_resolution = math.ulp(self._now)
         return []
 
     def _process_events(self, event_list: list[Any]) -> None:

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from cluster_bench import Bench, in_virtual_time, until
+
+from prorsa.allocation import Adaptive, Allocation, Colocated, Demand
+from prorsa.cluster.observers import replay
+from prorsa.engines.protocol import Role
+from prorsa.forecast import Forecast, LifecycleForecaster
+from prorsa.lifecycle import Snapshot, State, Transition
+from prorsa.lifecycle.events import Sampled
+
+ADAPTIVE = Adaptive(1, 1, 4)
+
+
+class Scripted:
+    """Answers the given targets in turn, then keeps the last."""
+
+    def __init__(self, *targets: tuple[int, int]) -> None:
+        self.targets = [Allocation(*target) for target in targets]
+
+    def decide(self, demand: Demand, current: Allocation, live: bool) -> Allocation | None:
+        return self.targets.pop(0) if len(self.targets) > 1 else self.targets[0]
+
+
+@in_virtual_time
+async def test_decisions_keep_to_the_grid_also_when_a_flip_takes_longer() -> None:
+    """S = 1 s; the first flip takes 2.5 s, so the decisions at 2 and 3 s are skipped."""
+    async with Bench("PPD", Scripted((1, 2), (1, 2)), flip_s=2.5) as bench:
+        await asyncio.sleep(6.5)
+        assert [decision.time for decision in bench.control.decisions] == pytest.approx([1, 4, 5, 6])
+        assert bench.roles() == "DPD"
+
+
+@in_virtual_time
+async def test_roles_follow_a_demand_that_moves_and_stay_while_it_does_not() -> None:
+    """A burst of long prompts pulls instances to prefill; many decodes pull them back; no other flips."""
+    async with Bench("PPDD", ADAPTIVE, capacity=2000, prefill_s=3.0, token_s=0.05) as bench:
+        burst = [asyncio.create_task(bench.trajectory(f"p{i}", (i,) * 100, 3)) for i in range(30)]
+        await until(lambda: bench.roles().count("P") == 3 and not bench.control.switcher.lock.locked())
+        await asyncio.gather(*burst)
+        decodes = [asyncio.create_task(bench.trajectory(f"d{i}", (i,), 1000)) for i in range(20)]
+        await until(lambda: bench.roles().count("D") == 3 and not bench.control.switcher.lock.locked())
+        await asyncio.gather(*decodes)
+        assert {flip.failure for flip in bench.control.flips} == {None}
+
+
+class Steady:
+    """Forecasts W and K in turn from a list, over and over."""
+
+    def __init__(self, *volumes: tuple[float, float]) -> None:
+        self.volumes = itertools.cycle(volumes)
+        self.inner = LifecycleForecaster(None, 100.0)
+
+    def observe(self, transition: Transition) -> None:
+        self.inner.observe(transition)
+
+    def forecast(self, snapshot: Snapshot, horizon: float, prefill_instances: Sequence[str]) -> Forecast:
+        prefill, decode = next(self.volumes)
+        made = self.inner.forecast(snapshot, horizon, prefill_instances)
+        return replace(made, prefill_tokens=prefill, admitted_kv=decode, decode_kv=0.0)
+
+
+@pytest.mark.parametrize(
+    "volumes",
+    [
+        pytest.param([(100.0, 1000.0)], id="one instance of each: 3:1, 2:2 and 1:3 are equal or worse"),
+        pytest.param([(300.0, 1000.0)], id="exactly 3:1"),
+        pytest.param([(100.0, 0.0)], id="no decode at all"),
+        pytest.param([(500.0, 9000.0)], id="far over capacity"),
+        pytest.param([(290.0, 1000.0), (310.0, 960.0), (300.0, 1040.0)], id="noise of 4 percent around 3:1"),
+    ],
+)
+@in_virtual_time
+async def test_constant_demand_flips_nothing_after_the_first_decision(volumes: list[tuple[float, float]]) -> None:
+    """theta is 100 tokens/s, S is 1 s and C is 1000: (100, 1000) is the work of one instance of each role."""
+    async with Bench("PPDD", ADAPTIVE, Steady(*volumes), capacity=1000) as bench:
+        await bench.control.record(Sampled(0.0, "t", group="g", task="t"))
+        await asyncio.sleep(60.5)
+        assert len(bench.control.decisions) >= 59
+        assert [flip.time for flip in bench.control.flips if flip.time > 1.5] == []
+
+
+@in_virtual_time
+async def test_a_failing_flip_ends_neither_the_loop_nor_the_others() -> None:
+    """Both e0 and e1 become decode: e0 lies, is restarted as what is missing, and the loop goes on."""
+    async with Bench("PPPD", Scripted((1, 3))) as bench:
+        bench.engine("e0").flip_fault = "noop"
+        await until(lambda: len(bench.control.flips) == 2)
+        assert [flip.failure is None for flip in bench.control.flips] == [False, True]
+        await until(lambda: bench.roles() == "DDPD")
+        assert bench.restarter.restarted == [("e0", Role.DECODE)]
+        decided = len(bench.control.decisions)
+        await asyncio.sleep(5.0)
+        assert len(bench.control.decisions) >= decided + 4
+
+
+@in_virtual_time
+async def test_a_decision_can_be_replayed_and_explained() -> None:
+    async with Bench("PPDD", ADAPTIVE, capacity=500) as bench:
+        turns = bench.trajectories(40, budget=200)
+        await asyncio.gather(*turns)
+        assert any(decision.target != decision.current for decision in bench.control.decisions)
+        for decision in bench.control.decisions:
+            assert replay(decision, ADAPTIVE) == decision.target
+        first = bench.control.decisions[0]
+        assert first.states[State.READY] > 20
+        assert first.forecast.ready == 3 * first.states[State.READY]
+        assert first.demand.prefill_tokens == first.forecast.ready + first.forecast.inflight
+        assert first.demand.decode_capacity == 500
+        assert first.current == Allocation(2, 2)
+
+
+@in_virtual_time
+async def test_colocated_instances_are_left_alone() -> None:
+    async with Bench("MM", Colocated()) as bench:
+        turns = bench.trajectories(10)
+        await asyncio.gather(*turns)
+        await asyncio.sleep(3.0)
+        assert {decision.target for decision in bench.control.decisions} == {None}
+        assert bench.control.flips == []
+        assert bench.roles() == "MM"
+
+
+@in_virtual_time
+async def test_an_instance_that_dies_while_idle_is_found_and_restarted() -> None:
+    """Checks at 1, 2, ... s; two failed ones in a row at 6 and 7 s; the restart takes 2 s."""
+    async with Bench("PDD") as bench:
+        await asyncio.sleep(5.5)
+        bench.engine("e2").die()
+        await until(lambda: bench.roles() == "PD.")
+        assert asyncio.get_running_loop().time() == pytest.approx(7.0, abs=0.01)
+        await until(lambda: bench.roles() == "PDD")
+        assert asyncio.get_running_loop().time() == pytest.approx(9.0, abs=0.01)
+        await asyncio.gather(*bench.trajectories(6))
+
+
+@in_virtual_time
+async def test_an_instance_whose_health_check_hangs_is_restarted() -> None:
+    async with Bench("PDD") as bench:
+        bench.engine("e2").healthy_s = 1e6
+        await until(lambda: bench.roles() == "PD.")
+        await until(lambda: bench.roles() == "PDD")
+
+
+@in_virtual_time
+async def test_a_slow_answer_now_and_then_is_no_death() -> None:
+    async with Bench("PDD") as bench:
+        for _ in range(5):
+            bench.engine("e2").healthy_s = 1e6
+            await asyncio.sleep(2.5)
+            bench.engine("e2").healthy_s = 0.0
+            await asyncio.sleep(3.5)
+        assert bench.restarter.restarted == []
+
+
+@in_virtual_time
+async def test_the_last_decode_instance_dies_and_another_takes_its_role_until_it_is_back() -> None:
+    async with Bench("PPPD", ADAPTIVE) as bench:
+        bench.restarter.seconds = 30.0
+        turns = bench.trajectories(10, budget=400)
+        await asyncio.sleep(0.5)
+        bench.engine("e3").die()
+        await until(lambda: bench.roles().count("D") > 0)
+        assert asyncio.get_running_loop().time() < 3.0
+        await asyncio.gather(*turns)
+
+
+@in_virtual_time
+async def test_a_dead_instance_comes_back_in_the_role_that_is_wanted() -> None:
+    """In service 1:2, wanted 3:1 of four: the dead decode instance comes back as prefill."""
+    async with Bench("PDDD", Scripted((1, 3), (3, 1))) as bench:
+        await asyncio.sleep(1.5)
+        bench.engine("e3").die()
+        bench.control.router.bury(bench.control.fleet["e3"], "test")
+        await until(lambda: "." not in bench.roles() and asyncio.get_running_loop().time() > 3.0)
+        assert bench.restarter.restarted == [("e3", Role.PREFILL)]
+
+
+@in_virtual_time
+async def test_an_error_in_the_forecast_is_reported_and_the_loop_goes_on() -> None:
+    bench = Bench()
+    good = bench.forecaster.forecast
+
+    def fail(snapshot: Snapshot, horizon: float, prefill_instances: object) -> object:
+        raise ZeroDivisionError("no data")
+
+    bench.forecaster.forecast = fail  # type: ignore[assignment, method-assign]
+    await bench.control.start()
+    await asyncio.sleep(3.5)
+    bench.forecaster.forecast = good  # type: ignore[method-assign]
+    await asyncio.sleep(3.0)
+    assert [decision.time for decision in bench.control.decisions] == pytest.approx([4, 5, 6])
+    assert bench.control.status().errors == ("decision: no data",)
+    with pytest.raises(ExceptionGroup, match="these failed") as failure:
+        await bench.control.stop()
+    assert [type(error) for error in failure.value.exceptions] == [ZeroDivisionError]
+
+
+@in_virtual_time
+async def test_stop_ends_at_once_also_during_a_flip() -> None:
+    bench = Bench("PPD", Scripted((1, 2)), flip_s=4.0)
+    await bench.control.start()
+    await bench.control.record(Sampled(0.0, "t", group="g", task="t"))
+    await asyncio.sleep(2.0)
+    assert bench.roles() == ".PD"
+    await bench.control.stop()
+    assert asyncio.get_running_loop().time() == pytest.approx(2.0)
+    assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []

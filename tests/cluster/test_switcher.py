@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from cluster_bench import Bench, in_virtual_time, until
+
+from prorsa.allocation import Allocation
+from prorsa.cluster.instances import InstanceState
+from prorsa.cluster.observers import Flip
+from prorsa.cluster.switcher import FlipRefused
+from prorsa.engines.protocol import Role
+
+
+async def busy(bench: Bench, count: int = 12) -> list[asyncio.Task[object]]:
+    """Trajectories of which some decode and some wait in the queue."""
+    turns = bench.trajectories(count)
+    await asyncio.sleep(0.25)
+    return list(turns)
+
+
+@in_virtual_time
+async def test_a_flip_unroutes_cancels_waits_flips_verifies_and_reroutes() -> None:
+    async with Bench("PDDD") as bench:
+        turns = await busy(bench, 40)
+        before = bench.control.fleet["e1"].decodes
+        assert before > 0
+        flip = await bench.control.switcher.flip("e1", Role.PREFILL)
+        assert flip == Flip(0.25, "e1", Role.DECODE, Role.PREFILL, before, flip.drain_s, flip.flip_s, None)
+        assert flip.flip_s == pytest.approx(0.5)
+        assert bench.roles() == "PPDD"
+        assert bench.engine("e1").role is Role.PREFILL
+        await asyncio.gather(*turns)
+        states = [(role, state) for _, name, role, state in bench.notes.instances if name == "e1"]
+        assert states == [
+            (Role.DECODE, InstanceState.ROUTED),
+            (Role.DECODE, InstanceState.DRAINING),
+            (Role.DECODE, InstanceState.FLIPPING),
+            (Role.PREFILL, InstanceState.ROUTED),
+        ]
+        assert bench.notes.flips == [flip] == bench.control.flips
+        assert any(place[0] == "e1" for turn in bench.notes.turns for place in turn.instances)
+
+
+@pytest.mark.parametrize(
+    ("fault", "failure"),
+    [
+        ("noop", "asked to become prefill; it still reports decode"),
+        ("fail", "rebuild failed"),
+        ("die", "no answer"),
+        ("hang", r"was not prefill after 5\.0 s"),
+    ],
+)
+@in_virtual_time
+async def test_a_flip_that_fails_restarts_its_instance_and_loses_no_request(fault: str, failure: str) -> None:
+    async with Bench("PDDD") as bench:
+        turns = await busy(bench)
+        bench.engine("e1").flip_fault = fault
+        flip = await bench.control.switcher.flip("e1", Role.PREFILL)
+        assert flip.failure is not None
+        with pytest.raises(AssertionError, match=failure):
+            raise AssertionError(flip.failure)
+        assert bench.roles() == "P.DD"
+        await asyncio.gather(*turns)
+        await until(lambda: bench.roles() == "PDDD")
+        assert bench.restarter.restarted == [("e1", Role.DECODE)]
+        assert bench.engines["e1"].closed
+
+
+@in_virtual_time
+async def test_an_instance_that_does_not_get_idle_is_restarted() -> None:
+    async with Bench("PDD") as bench:
+        bench.engine("e1").legs["stuck"] = None  # type: ignore[assignment]
+        flip = await bench.control.switcher.flip("e1", Role.PREFILL)
+        assert flip.failure == "instance e1 was not idle after 3.0 s"
+        assert (flip.drain_s, flip.flip_s) == (pytest.approx(3.0), 0.0)
+        await until(lambda: bench.roles() == "PDD")
+        bench.engines["e1"].legs.clear()
+
+
+@in_virtual_time
+async def test_an_instance_that_dies_while_it_drains_is_restarted() -> None:
+    async with Bench("PDDD") as bench:
+        turns = await busy(bench)
+        bench.engine("e1").deaf = True
+        flip = asyncio.create_task(bench.control.switcher.flip("e1", Role.PREFILL))
+        await asyncio.sleep(0.1)
+        bench.engine("e1").die()
+        assert (await flip).failure is not None
+        await asyncio.gather(*turns)
+        await until(lambda: bench.roles() == "PDDD")
+        assert len(bench.restarter.restarted) == 1
+
+
+@in_virtual_time
+async def test_a_prefill_that_hands_over_late_is_waited_for() -> None:
+    """The engine refuses to flip while a leg that the router has let go of still runs there."""
+    async with Bench("PPD") as bench:
+        engine = bench.engine("e0")
+        engine.legs["handing over"] = None  # type: ignore[assignment]
+        asyncio.get_running_loop().call_later(1.0, engine.legs.clear)
+        flip = await bench.control.switcher.flip("e0", Role.DECODE)
+        assert flip.failure is None
+        assert flip.drain_s == pytest.approx(1.0, abs=0.03)
+
+
+@in_virtual_time
+async def test_a_flip_is_refused_where_it_does_harm_or_makes_no_sense() -> None:
+    async with Bench("PDDD") as bench:
+        flips = bench.control.switcher
+        with pytest.raises(FlipRefused, match="e0: it is the last prefill instance in service"):
+            await flips.flip("e0", Role.DECODE)
+        with pytest.raises(FlipRefused, match="e1: it is decode already"):
+            await flips.flip("e1", Role.DECODE)
+        first = asyncio.create_task(flips.flip("e1", Role.PREFILL))
+        await asyncio.sleep(0.1)
+        with pytest.raises(FlipRefused, match="e1: a flip to prefill was asked while another is going on"):
+            await flips.flip("e1", Role.PREFILL)
+        assert (await first).failure is None
+        bench.engine("e2").die()
+        await until(lambda: bench.roles() == "PP.D")
+        with pytest.raises(FlipRefused, match="e2: it is dead"):
+            await flips.flip("e2", Role.PREFILL)
+        with pytest.raises(FlipRefused, match="e3: it is the last decode instance in service"):
+            await flips.flip("e3", Role.PREFILL)
+
+
+@in_virtual_time
+async def test_two_flips_that_together_would_empty_a_role_leave_one() -> None:
+    async with Bench("PDD") as bench:
+        flips = [asyncio.create_task(bench.control.switcher.flip(name, Role.PREFILL)) for name in ("e1", "e2")]
+        results = await asyncio.gather(*flips, return_exceptions=True)
+        assert [type(result) for result in results] == [Flip, FlipRefused]
+        assert bench.roles() == "PPD"
+
+
+@in_virtual_time
+async def test_the_least_loaded_instances_are_flipped() -> None:
+    async with Bench("PDDDD") as bench:
+        turns = await busy(bench, 3)
+        assert [bench.control.fleet[f"e{i}"].decodes for i in range(1, 5)] == [1, 1, 1, 0]
+        flips = await bench.control.switcher.apply(Allocation(2, 3))
+        assert [(flip.instance, flip.cancelled) for flip in flips] == [("e4", 0)]
+        await asyncio.gather(*turns)
+
+
+@pytest.mark.parametrize(
+    ("start", "target", "after"),
+    [
+        ("PPPD", (1, 3), "DDPD"),
+        ("PDDD", (3, 1), "PPPD"),
+        ("PPDD", (2, 2), "PPDD"),
+        ("PPDD", (5, 5), "PPDD"),
+        ("PD", (1, 1), "PD"),
+        ("PPPP", (2, 2), "DDPP"),
+    ],
+)
+@in_virtual_time
+async def test_an_allocation_is_reached_with_both_roles_in_service_all_the_time(
+    start: str, target: tuple[int, int], after: str
+) -> None:
+    async with Bench(start) as bench:
+        emptied: set[Role] = set()
+
+        def watch(_: object) -> None:
+            for role in (Role.PREFILL, Role.DECODE):
+                if role.value[0].upper() in start and not bench.control.fleet.pool(role):
+                    emptied.add(role)
+
+        bench.control.fleet.watchers.append(watch)
+        turns = bench.trajectories(8) if "D" in start else []
+        await bench.control.switcher.apply(Allocation(*target))
+        assert bench.roles() == after
+        assert emptied == set()
+        await asyncio.gather(*turns)
+
+
+@in_virtual_time
+async def test_a_restart_that_fails_is_tried_again() -> None:
+    async with Bench("PDD") as bench:
+        bench.restarter.failures = 3
+        turns = await busy(bench)
+        bench.engine("e1").die()
+        await asyncio.gather(*turns)
+        await until(lambda: bench.roles() == "PDD")
+        # Four restarts of 2 s with pauses of 1, 2 and 4 s between them.
+        times = [time for time, name, _, _ in bench.notes.instances if name == "e1"]
+        assert times[-1] - times[-2] == pytest.approx(4 * 2 + 1 + 2 + 4)
