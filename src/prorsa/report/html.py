@@ -96,8 +96,10 @@ def _tiles(run: Run, summed: Totals, errors: Errors, checked: Integrity) -> str:
             )
         )
     if errors.windows:
-        tiles.append(_tile(f"{errors.prefill:.1%}", "WAPE of the prefill forecast"))
-        tiles.append(_tile(f"{errors.admitted:.1%}", "WAPE of the decode admission forecast"))
+        baseline = f"; persistence {errors.persistence_prefill:.1%}"
+        tiles.append(_tile(f"{errors.prefill:.1%}", f"WAPE of the prefill forecast{baseline}"))
+        baseline = f"; persistence {errors.persistence_admitted:.1%}"
+        tiles.append(_tile(f"{errors.admitted:.1%}", f"WAPE of the decode admission forecast{baseline}"))
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
