@@ -44,6 +44,7 @@ def test_the_dumped_configuration_reads_back_equal(tmp_path: Path) -> None:
         ({**MODEL, "cluster": {"instances": "three"}}, ["cluster.instances", "three", "integer"]),
         ({**MODEL, "cluster": {"instances": 1}}, ["cluster.instances=1", "2 or more"]),
         ({**MODEL, "cluster": {"gpus": 1}}, ["cluster.gpus=1", "2 or more"]),
+        ({**MODEL, "cluster": {"gpus": 5, "gpus_per_decode": 2}}, ["cluster.gpus=5", "2 prefill", "6 or more"]),
         ({**MODEL, "policy": {"name": "static"}}, ["policy.split", "n_P:n_D"]),
         ({**MODEL, "policy": {"split": "3:3"}}, ["policy.split='3:3'", "6", "cluster.instances=4"]),
         ({**MODEL, "policy": {"split": "0:4"}}, ["policy.split='0:4'", "at least one of each"]),

@@ -169,9 +169,15 @@ def _impossibilities(config: Config) -> list[str]:
                 f"{cluster.instances}; make them equal"
             )
         least = cluster.gpus_per_prefill + cluster.gpus_per_decode
-        if cluster.gpus is not None and cluster.gpus < least:
+        start = n_prefill * cluster.gpus_per_prefill + n_decode * cluster.gpus_per_decode
+        if cluster.budget < least:
             problems.append(
                 f"cluster.gpus={cluster.gpus}: one instance of each role takes {least}; set it to {least} or more"
+            )
+        elif cluster.budget < start:
+            problems.append(
+                f"cluster.gpus={cluster.gpus}: the {n_prefill} prefill and {n_decode} decode instances to start with take "
+                f"{start}; set it to {start} or more, or use fewer cluster.instances"
             )
     if cluster.kv_tokens < config.model.max_context + cluster.block_tokens:
         problems.append(
