@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol
 
 from prorsa.cluster.turns import TurnRequest, TurnResult
@@ -87,9 +86,7 @@ class Controller:
     async def __aenter__(self) -> Controller:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def batch(self) -> list[Group]:

@@ -30,6 +30,8 @@ TOOL_CALL_TAG = "<tool_call>"
 MALFORMED = 'Error: malformed tool call. It must be JSON with "name" and "arguments" between the tool_call tags.'
 NO_TOOL = "invalid"
 """The tool of `ToolStarted` for a call that names none: the names that models make up stay out of the statistics."""
+CUT = " [cut]"
+"""At the end of a tool result that did not fit."""
 CANCELLED = "cancelled"
 
 
@@ -253,11 +255,3 @@ def fit_tool_turn(tokenizer: Tokenizer, text: str, room: int) -> list[int]:
         text = text[: min(len(text) * room // len(ids), len(text) - 1)]
         ids = tokenizer.tool_turn(text + CUT if text else "")
     return ids
-
-
-CUT = " [cut]"
-
-
-async def run_episode(launch: Launch, environment: Environment, ports: Ports) -> TrajectoryRecord:
-    """See `Episode.run`."""
-    return await Episode(launch, environment, ports).run()

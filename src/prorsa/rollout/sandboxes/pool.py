@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 from prorsa.rollout.sandboxes.base import SandboxError
 from prorsa.rollout.sandboxes.process import Limits, ProcessSandbox, Worker, remove_tree
@@ -26,6 +25,12 @@ ROOT_PREFIX = "prorsa-sandboxes-"
 STARTING = 2
 """Interpreters that start at a time. More would not start sooner on few cores, and would slow whatever else runs there."""
 
+CONSEQUENCES = {
+    "files": "use the user's files (no Landlock)",
+    "calls": "start processes and use the network (no seccomp)",
+}
+"""Of what a kernel may lack, by the names in `Worker.enforced`."""
+
 
 class Root:
     """A locked directory below the system's temporary one."""
@@ -34,12 +39,13 @@ class Root:
         _remove_abandoned_roots()
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=ROOT_PREFIX))
-            self._handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(self._handle, fcntl.LOCK_EX)
-            # Another pool may have taken the directory for an abandoned one before it was locked.
-            if self.path.exists():
-                return
-            os.close(self._handle)
+            # Before it is locked, another pool may take the directory for an abandoned one and remove it.
+            with suppress(FileNotFoundError):
+                self._handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                fcntl.flock(self._handle, fcntl.LOCK_EX)
+                if self.path.exists():
+                    return
+                os.close(self._handle)
 
     def close(self) -> None:
         remove_tree(self.path)
@@ -74,6 +80,7 @@ class SandboxPool:
         self._starting = asyncio.Semaphore(STARTING)
         self._taken = asyncio.Event()
         """Wakes the refill."""
+        self._warned = False
         self._root: Root | None = None
         self._refill: asyncio.Task[None] | None = None
 
@@ -82,9 +89,7 @@ class SandboxPool:
         self._refill = asyncio.create_task(self._keep_prewarmed(), name="sandbox-refill")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @property
@@ -134,7 +139,14 @@ class SandboxPool:
             except OSError as error:
                 raise SandboxError(f"a sandbox did not start: {error}") from error
             await worker.lock_in()
+        self._warn_of_gaps(worker)
         return worker
+
+    def _warn_of_gaps(self, worker: Worker) -> None:
+        gaps = [CONSEQUENCES[part] for part in CONSEQUENCES if part not in worker.enforced]
+        if gaps and not self._warned:
+            log.warning("this kernel does not confine the sandboxes: their code can %s", " and ".join(gaps))
+            self._warned = True
 
     async def _keep_prewarmed(self) -> None:
         while True:

@@ -13,7 +13,6 @@ No worker is left behind: its end, whatever caused it, is noticed through a pidf
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import os
@@ -24,8 +23,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,9 +71,9 @@ class Worker:
         self.ended = asyncio.Event()
         """Set once the process is reaped and the directory is gone."""
         self._living = living
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._reader: asyncio.StreamReader | None = None
         try:
-            self.process, self._pidfd, self._wire = _launch(self.home)
+            self.process, self._pidfd, self._wire = _launch(self.home, limits)
         except OSError:
             remove_tree(self.home)
             raise
@@ -82,68 +81,66 @@ class Worker:
         living.add(self)
 
     async def lock_in(self) -> None:
-        """Hand over the limits and wait until the interpreter enforces them. Raises `SandboxError`; it is dead then."""
-        settings = {
-            "parent": os.getpid(),
-            "memory_mb": self.limits.memory_mb,
-            "file_mb": self.limits.file_mb,
-            "cpu_s": math.ceil(self.limits.timeout * CALLS_OF_CPU),
-            "output_chars": self.limits.output_chars,
-        }
+        """Wait until the interpreter enforces its limits. Raises `SandboxError`; it is dead then."""
         try:
-            report = json.loads(await self._call(json.dumps(settings), START_TIMEOUT))
+            async with self._bound(START_TIMEOUT):
+                self._reader, self._writer = await asyncio.open_unix_connection(sock=self._wire)
+                verdict, *words = (await self._receive()).split()
         except TimeoutError:
             raise SandboxError(f"a sandbox did not start within {START_TIMEOUT:g} s") from None
         except WorkerEnded as error:
             raise SandboxError(f"a sandbox did not start: its interpreter {error}") from error
-        if "error" in report:
-            raise SandboxError(f"a sandbox did not start: {report['error']}")
-        self.enforced = frozenset(name for name, enforced in report.items() if enforced)
+        if verdict != "ready":
+            raise SandboxError(f"a sandbox did not start: {' '.join(words)}")
+        self.enforced = frozenset(words)
 
     async def run(self, code: str) -> str:
         """Raises `TimeoutError` or `WorkerEnded`; the process is dead then, as it is after a cancellation."""
-        return await self._call(code, self.limits.timeout)
+        data = code.encode("utf-8", "replace")
+        async with self._bound(self.limits.timeout):
+            self._writer.write(len(data).to_bytes(4, "big") + data)
+            await self._writer.drain()
+            result = await self._receive()
+        return result  # noqa: RET504 (mypy thinks that `_bound` may swallow an error)
 
     def kill(self) -> None:
         """Kill it now; `ended` is set soon after."""
         if not self.ended.is_set():
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    async def _call(self, text: str, seconds: float) -> str:
+    @asynccontextmanager
+    async def _bound(self, seconds: float) -> AsyncIterator[None]:
+        """Whatever goes wrong inside the block, a timeout included, kills the process."""
         try:
             async with asyncio.timeout(seconds):
-                return await self._exchange(text)
-        except (OSError, EOFError) as error:
+                yield
+        except TimeoutError:
             self.kill()
-            if isinstance(error, TimeoutError):
-                raise
+            raise
+        except (OSError, EOFError):
+            self.kill()
             await self.ended.wait()
             raise WorkerEnded(_manner(self.process.returncode)) from None
         except BaseException:
             self.kill()
             raise
 
-    async def _exchange(self, text: str) -> str:
-        if self._streams is None:
-            self._streams = await asyncio.open_unix_connection(sock=self._wire)
-        reader, writer = self._streams
-        data = text.encode("utf-8", "replace")
-        writer.write(len(data).to_bytes(4, "big") + data)
-        await writer.drain()
-        length = int.from_bytes(await reader.readexactly(4), "big")
+    async def _receive(self) -> str:
+        assert self._reader is not None
+        length = int.from_bytes(await self._reader.readexactly(4), "big")
         # Two texts of `output_chars`, four bytes a character, and their notes. Only a forged frame is longer.
         if length > 8 * self.limits.output_chars + 1024:
             raise EOFError
-        return (await reader.readexactly(length)).decode("utf-8", "replace")
+        return (await self._reader.readexactly(length)).decode("utf-8", "replace")
 
     def _reap(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
         self.process.wait()
-        if self._streams is None:
+        if self._reader is None:
             self._wire.close()
         else:
-            self._streams[1].close()
+            self._writer.close()
         self._living.discard(self)
         try:
             remove_tree(self.home)
@@ -152,13 +149,15 @@ class Worker:
         self.ended.set()
 
 
-def _launch(home: Path) -> tuple[subprocess.Popen[bytes], int, socket.socket]:
+def _launch(home: Path, limits: Limits) -> tuple[subprocess.Popen[bytes], int, socket.socket]:
     """The process, a pidfd of it, and our end of its standard input, which is a socket."""
+    cpu_s = math.ceil(limits.timeout * CALLS_OF_CPU)
+    settings = (os.getpid(), limits.memory_mb, limits.file_mb, cpu_s, limits.output_chars)
     ours, theirs = socket.socketpair()
     with theirs, ExitStack() as undo:
         undo.callback(ours.close)
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-u", str(RUNNER)],
+            [sys.executable, "-I", "-S", "-u", str(RUNNER), *map(str, settings)],
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -1,36 +1,31 @@
 """The inside of a sandbox: a bare interpreter that locks itself in, then runs the code that its socket brings.
 
-Run as a script, standard library only, by `prorsa.rollout.sandboxes.process`; nothing imports it. Standard input is a
-socket. Every frame on it, both ways, is a 4-byte big-endian length and that much UTF-8: the settings come in as JSON, a
-JSON report of what the kernel enforces goes out, and from then on a piece of code in, its result out. At the end of the
-input it exits; if its parent dies while code is running, the kernel kills it.
+Run as a script by `prorsa.rollout.sandboxes.process`; nothing imports it. Its arguments are `PARENT_PID MEMORY_MB FILE_MB
+CPU_S OUTPUT_CHARS`, its standard input a socket. A frame on that, either way, is a 4-byte big-endian length and so much
+UTF-8. First goes out `ready` with the names of what the kernel enforces, or `failed` with the reason; from then on a piece
+of code comes in and its result goes out. At the end of the input it exits; if its parent dies, the kernel kills it.
 
-One thread, one process: the filter refuses `clone` of any kind, `execve`, sockets, signals to others and new limits.
+One process, one thread: the filter refuses `clone` of any kind, `execve`, sockets, signals to others and new limits.
+Imports are few and low-level because they are most of a cold start.
 """
 
 from __future__ import annotations
 
-import ast
+import _ast
 import ctypes
 import io
-import json
-import linecache
 import os
 import resource
-import signal
 import struct
 import sys
-import traceback
-from contextlib import redirect_stderr, redirect_stdout
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # `typing` costs a tenth of the start
+if TYPE_CHECKING:
     from typing import IO
 
-    Settings = dict[str, int]
-
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 1, 38, 22
-EPERM, ENOSYS = 1, 38
+EPERM, ENOSYS, SIGKILL = 1, 38, 9
+PARSE_ONLY = 0x400  # `ast.PyCF_ONLY_AST`
 
 # The architecture's number in seccomp's data, and its numbers of the calls that are refused.
 SYSCALLS = {
@@ -66,13 +61,12 @@ READ_FILE, READ_DIRECTORY, WRITE_FILE = 1 << 2, 1 << 3, 1 << 1
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def limit(settings: Settings) -> None:
+def limit(memory_mb: int, file_mb: int, cpu_s: int) -> None:
     """Address space, file size, CPU, open files, processes; no core file."""
-    mib = 1 << 20
     for what, most in (
-        (resource.RLIMIT_AS, settings["memory_mb"] * mib),
-        (resource.RLIMIT_FSIZE, settings["file_mb"] * mib),
-        (resource.RLIMIT_CPU, settings["cpu_s"]),
+        (resource.RLIMIT_AS, memory_mb << 20),
+        (resource.RLIMIT_FSIZE, file_mb << 20),
+        (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_NPROC, 0),
         (resource.RLIMIT_CORE, 0),
@@ -82,7 +76,7 @@ def limit(settings: Settings) -> None:
 
 def die_with(parent: int) -> None:
     """Let the kernel kill this process when its parent dies, even in the middle of a loop."""
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(0)
 
@@ -148,13 +142,9 @@ class Output(io.TextIOBase):
         self.most, self.kept, self.lost = most, 0, 0
         self.parts: list[str] = []
 
-    def writable(self) -> bool:
-        return True
-
     def write(self, text: str) -> int:
         part = text[: self.most - self.kept]
-        if part:
-            self.parts.append(part)
+        self.parts.append(part)
         self.kept += len(part)
         self.lost += len(text) - len(part)
         return len(text)
@@ -167,25 +157,28 @@ class Output(io.TextIOBase):
 def execute(code: str, namespace: dict[str, object], most: int) -> str:
     """Run `code` as a cell: a last line that is an expression shows its value. Returns what it printed and raised."""
     output, failure = Output(most), Output(most)
-    linecache.cache["<code>"] = (len(code), None, code.splitlines(True), "<code>")
+    sys.stdout = sys.stderr = output
     try:
-        with redirect_stdout(output), redirect_stderr(output):
-            body = ast.parse(code, "<code>").body
-            last = [body.pop()] if body and isinstance(body[-1], ast.Expr) else []
-            exec(compile(ast.Module(body, []), "<code>", "exec"), namespace)
-            exec(compile(ast.Interactive(last), "<code>", "single"), namespace)
+        body = compile(code, "<code>", "exec", PARSE_ONLY).body
+        last = [body.pop()] if body and isinstance(body[-1], _ast.Expr) else []
+        exec(compile(_ast.Module(body, []), "<code>", "exec"), namespace)
+        exec(compile(_ast.Interactive(last), "<code>", "single"), namespace)
     except MemoryError:
         failure.write("MemoryError\n")
+        if exhausted():
+            namespace.clear()
+            failure.write("All variables are lost.\n")
     except BaseException as error:
-        failure.write(describe(error))
-    if failure.parts == ["MemoryError\n"] and exhausted():
-        namespace.clear()
-        failure.write("All variables are lost.\n")
+        failure.write(describe(error, code))
     return output.text() + failure.text()
 
 
-def describe(error: BaseException) -> str:
+def describe(error: BaseException, code: str) -> str:
     """The traceback as the code's author knows it: this file's and the library's frames are left out."""
+    import linecache
+    import traceback
+
+    linecache.cache["<code>"] = (len(code), None, code.splitlines(True), "<code>")
     report = traceback.TracebackException.from_exception(error)
     report.stack = traceback.StackSummary.from_list(
         [frame for frame in report.stack if frame.filename == "<code>"][-4:]
@@ -218,18 +211,18 @@ def write_frame(sink: IO[bytes], text: str) -> None:
 def main() -> None:
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(0), "wb")
     os.dup2(1, 0)  # /dev/null: the code's own standard input is empty
-    settings = json.loads(read_frame(source))
+    parent, memory_mb, file_mb, cpu_s, output_chars = map(int, sys.argv[1:])
     try:
-        die_with(settings["parent"])
-        limit(settings)
-        report = {"files": confine_files(os.getcwd()), "calls": confine_calls()}
+        die_with(parent)
+        limit(memory_mb, file_mb, cpu_s)
+        enforced = {"files": confine_files(os.getcwd()), "calls": confine_calls()}
     except (OSError, ValueError) as error:
-        write_frame(sink, json.dumps({"error": str(error)}))
-        os._exit(1)
-    write_frame(sink, json.dumps(report))
+        write_frame(sink, f"failed {error}")
+        return
+    write_frame(sink, " ".join(["ready", *(name for name in enforced if enforced[name])]))
     namespace: dict[str, object] = {"__name__": "__main__"}
     while True:
-        write_frame(sink, execute(read_frame(source), namespace, settings["output_chars"]))
+        write_frame(sink, execute(read_frame(source), namespace, output_chars))
 
 
 try:
