@@ -30,15 +30,17 @@ class Kind:
     reward: float
 
 
-CODING = Kind("coding", 6000, 8, 300, {"bash": (4.0, 800), "tests": (25.0, 2500)}, 20.0)
-GENERAL = Kind("general", 2500, 5, 150, {"search": (2.0, 1500), "browse": (9.0, 3000)}, 6.0)
+GENERAL = Kind("general", 2500, 6, 250, {"search": (8.0, 1500), "browse": (15.0, 3000)}, 6.0)
+MATH = Kind("math", 3000, 3, 700, {"python": (6.0, 500)}, 4.0)
 
 
 class SyntheticRollout:
     """Steps of `batch` trajectories, each step launched when the last has ended (`synchronous`), or `batch` live ones with
     a new one for each that ended."""
 
-    def __init__(self, seed: int, synchronous: bool, batch: int = 384, kinds: tuple[Kind, ...] = (CODING, GENERAL)) -> None:
+    def __init__(
+        self, seed: int, synchronous: bool, batch: int = 384, kinds: tuple[Kind, ...] = (GENERAL, MATH)
+    ) -> None:
         self.random = np.random.default_rng(seed)
         self.tracker = Tracker()
         self.listeners: list[Callable[[Transition], None]] = []

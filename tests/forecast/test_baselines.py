@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from story import Story, trajectory
@@ -57,7 +59,7 @@ def test_the_filter_smooths_noise_around_a_constant():
     trend, random = LocalTrend(), np.random.default_rng(0)
     errors, last = [], []
     values = (1000 + 100 * random.standard_normal(300)).tolist()
-    for before, value in zip(values, values[1:], strict=False):
+    for before, value in pairwise(values):
         trend.update(before)
         errors.append(abs(value - trend.next()))
         last.append(abs(value - before))

@@ -11,15 +11,15 @@ def test_by_hand():
     correction = BiasCorrection()
     assert correction.bias == 1.0
     correction.update(predicted=100.0, arrived=200.0)
-    # The imagined right window weighs 0.9: (0.9 * 100 + 200) / (0.9 * 100 + 100).
-    assert correction.bias == pytest.approx(290 / 190)
+    # The imagined right window weighs 0.95: (0.95 * 100 + 200) / (0.95 * 100 + 100).
+    assert correction.bias == pytest.approx(295 / 195)
     correction.update(predicted=50.0, arrived=0.0)
-    assert correction.bias == pytest.approx(0.9 * 290 / (0.9 * 190 + 50))
+    assert correction.bias == pytest.approx(0.95 * 295 / (0.95 * 195 + 50))
 
 
 def test_finds_a_constant_bias():
     correction = BiasCorrection()
-    for _ in range(100):
+    for _ in range(200):
         correction.update(100.0, 150.0)
     assert correction.bias == pytest.approx(1.5, rel=1e-3)
 

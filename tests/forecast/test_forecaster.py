@@ -136,7 +136,9 @@ def test_startups_back_off_to_their_mode_but_never_to_the_other():
 def test_a_trajectory_without_a_sandbox_yet_is_starting_too():
     forecaster, story = teller()
     story.tell_all(
-        *(trajectory(f"past{n}", float(n), dispatch=1.0, startup=0.5 + n) for n in range(10)),  # in READY after 1.5 .. 10.5
+        *(
+            trajectory(f"past{n}", float(n), dispatch=1.0, startup=0.5 + n) for n in range(10)
+        ),  # in READY after 1.5 .. 10.5
         trajectory("x", 97.0, State.SAMPLED),
     )
     # e = 3: of 3.5 .. 10.5 (8) end before 8: 3.5 .. 7.5 (5).
@@ -231,7 +233,9 @@ def test_equation_14_takes_the_footprint_of_the_decode_configuration():
 
 def test_the_queue_is_served_in_order_of_entry_not_of_rows():
     forecaster, story = teller()
-    story.tell_all(trajectory("first", 0.0, State.PREFILL, first=500), trajectory("second", 1.0, State.READY, first=1100))
+    story.tell_all(
+        trajectory("first", 0.0, State.PREFILL, first=500), trajectory("second", 1.0, State.READY, first=1100)
+    )
     story.tell(e.Requeued(50.0, "first", 500))
     # 11 s for the second come before the 5 s of the first, which was resent.
     assert forecaster.forecast(story.snapshot(100.0), 10.0, ["p0"]).admitted_tokens == 0
@@ -258,7 +262,7 @@ def test_equation_15_and_the_correction_of_the_predicted_parts():
     assert forecaster.forecast(story.snapshot(100.0), 10.0, ["p0"]).prefill_tokens == pytest.approx(400)
     story.tell(e.Ready(103.0, "e", 600))
     made = forecaster.forecast(story.snapshot(110.0), 10.0, ["p0"])
-    assert made.bias == pytest.approx((0.9 * 400 + 600) / (0.9 * 400 + 400))
+    assert made.bias == pytest.approx((0.95 * 400 + 600) / (0.95 * 400 + 400))
     assert made.prefill_tokens == made.ready == 600  # the observed parts are not scaled
     story.tell_all(in_tool("f", 1.0, "python", at=115.0, first=450))
     made = forecaster.forecast(story.snapshot(115.0), 10.0, ["p0"])
@@ -306,7 +310,9 @@ def test_the_parts_add_up_and_the_observed_ones_are_exact(seed, synchronous, tim
     assert made.prefill_tokens == pytest.approx(made.ready + made.inflight + made.bias * made.predicted)
     assert all(value >= 0 for value in dataclasses.asdict(made).values())
     assert made.admitted_backlog <= made.ready + made.inflight
-    assert made.admitted_tokens <= (made.ready + made.inflight + made.admission_bias * made.bias * made.predicted) * 1.0001
+    assert (
+        made.admitted_tokens <= (made.ready + made.inflight + made.admission_bias * made.bias * made.predicted) * 1.0001
+    )
     longer = forecaster.forecast(snapshot, 2 * horizon, INSTANCES)
     assert longer.startup >= made.startup - 1e-6
     assert longer.tool >= made.tool

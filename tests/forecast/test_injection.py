@@ -35,6 +35,15 @@ def test_equation_4_group_replenishment():
     assert rule.launches(passed=7.0, horizon=10.0) == 8.0
 
 
+def test_a_group_goes_on_whose_first_member_ended_before_the_next_was_sampled():
+    rule = GroupReplenishment(group_size=2)
+    Story(rule).tell(
+        *trajectory("a1", 0.0, State.DONE, group="a"),
+        *trajectory("a2", 50.0, State.REWARD, group="a"),
+    )
+    assert rule.launches(1.0, 10.0) == 2.0
+
+
 def test_group_replenishment_follows_every_way_to_end():
     rule = GroupReplenishment(group_size=2)
     story = Story(rule)

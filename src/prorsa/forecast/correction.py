@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-DECAY = 0.9
+DECAY = 0.95
 """What a window's weight shrinks to with every later window."""
 
 BOUND = 4.0

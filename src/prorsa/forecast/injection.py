@@ -81,7 +81,8 @@ class GroupReplenishment:
         group.rewarding += rewarding
         self._rewarding += rewarding
         self._count(group, +1)
-        if not group.live and group.sampled >= self.group_size:
+        # A group that a drop ends may never have been sampled whole; otherwise more members are to come.
+        if not group.live and (group.sampled >= self.group_size or transition.after is State.DROPPED):
             del self._groups[transition.group]
 
     def live(self, group: str) -> int:
