@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from prorsa.cluster.turns import TurnRequest, TurnResult
 from prorsa.forecast.injection import FixedRate, GroupReplenishment, Injection, ReplaceOnReward
@@ -73,8 +74,10 @@ class Controller:
         """Those that have not ended, by id."""
         self._complete: list[Group] = []
         """Those of them that wait to be handed over, in completion order."""
-        self._episodes: dict[asyncio.Task[None], Episode] = {}
-        """Everything that runs, members of lost groups included until they have ended."""
+        self._episodes: dict[str, list[Episode]] = {}
+        """Those of their members, by the group's id."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        """The ticker, and every episode that runs, those of groups that were lost too."""
         self._owed = 0
         """Trajectories to launch as soon as the capacity allows."""
         self._lost_in_a_row = 0
@@ -106,10 +109,11 @@ class Controller:
         self._closed = True
         if self._ticker is not None:
             self._ticker.cancel()
-        for episode in self._episodes.values():
-            episode.drop(ENDED)
-        if self._episodes:
-            await asyncio.wait(list(self._episodes))
+        for episodes in self._episodes.values():
+            for episode in episodes:
+                episode.drop(ENDED)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         for group in list(self._groups.values()):
             self._end(group, Outcome.DROPPED, ENDED)
 
@@ -127,12 +131,16 @@ class Controller:
 
     # Launching.
 
+    @property
+    def _launching(self) -> bool:
+        return not self._closed and self._failure is None
+
     def _begin_batch(self) -> None:
         if not self._begun or (self.plan.injection is None and not self._groups):
             self._owed += self.plan.groups * self._sampler.group_size
             self._launch_owed()
         if not self._begun and isinstance(self.plan.injection, FixedRate):
-            self._ticker = asyncio.create_task(self._tick(self.plan.injection.rate), name="injection")
+            self._ticker = self._spawn(self._tick(self.plan.injection.rate), "injection")
         self._begun = True
 
     async def _tick(self, rate: float) -> None:
@@ -144,18 +152,23 @@ class Controller:
 
     def _launch_owed(self) -> None:
         room = self.plan.capacity * self._sampler.group_size - sum(group.launched for group in self._groups.values())
-        while self._owed and room > 0 and not self._closed and self._failure is None:
+        while self._launching and self._owed and room > 0:
             self._owed -= 1
             room -= 1
             self._launch()
 
     def _launch(self) -> None:
         group, launch = self._sampler.deal(self._control.version)
-        self._groups[group.id] = group
         episode = Episode(launch, self._environment, self)
-        task = asyncio.create_task(self._play(group, episode), name=launch.trajectory)
-        self._episodes[task] = episode
-        task.add_done_callback(self._episodes.pop)
+        self._groups[group.id] = group
+        self._episodes.setdefault(group.id, []).append(episode)
+        self._spawn(self._play(group, episode), launch.trajectory)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _play(self, group: Group, episode: Episode) -> None:
         try:
@@ -195,18 +208,16 @@ class Controller:
             self._lose(group, f"stale: sampled with weights {group.version}, now {version}, max_staleness {most}")
 
     def _lose(self, group: Group, reason: str) -> None:
-        complete = group in self._complete
-        replaced = not self._closed and not isinstance(self.plan.injection, FixedRate)
-        self._end(group, Outcome.REPLACED if replaced else Outcome.DROPPED, reason)
-        for episode in self._episodes.values():
-            if episode.launch.group == group.id:
-                episode.drop(reason)
         self._lost_in_a_row += 1
         if self._lost_in_a_row >= LOST_ROUNDS * self.plan.capacity:
             self._fail(RolloutFailed(f"{self._lost_in_a_row} groups were lost in a row, the last one to: {reason}"))
-        if complete and self.plan.injection is None:
+        for episode in self._episodes[group.id]:
+            episode.drop(reason)
+        if group in self._complete and self.plan.injection is None:
             # No member's end is left to make up for it.
             self._owed += group.size
+        replaced = self._launching and not isinstance(self.plan.injection, FixedRate)
+        self._end(group, Outcome.REPLACED if replaced else Outcome.DROPPED, reason)
         self._launch_owed()
 
     def _hand_over(self) -> list[Group]:
@@ -218,7 +229,7 @@ class Controller:
 
     def _end(self, group: Group, outcome: Outcome, reason: str | None = None) -> None:
         group.end(outcome, reason)
-        del self._groups[group.id]
+        del self._groups[group.id], self._episodes[group.id]
         if group in self._complete:
             self._complete.remove(group)
         self.lost += outcome is not Outcome.TRAINED

@@ -20,7 +20,7 @@ class Outcome(StrEnum):
     """Complete, and handed over in a batch."""
     DROPPED = "dropped"
     REPLACED = "replaced"
-    """Dropped, and another group is launched in its place."""
+    """Dropped, and the rule launches others in its place."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +32,8 @@ class Group:
     size: int
     version: int
     """Weights version when its first member was sampled."""
+    epoch: int
+    """How often its question was asked before."""
     launched: int = 0
     records: list[TrajectoryRecord] = field(default_factory=list)
     """Of the members that have ended, in that order."""
@@ -70,14 +72,14 @@ class Sampler:
             group = self._open = self._next_group(version)
         member = group.launched
         group.launched += 1
-        epoch = int(group.id[1:]) // len(self._questions)
-        seed = derive_seed(self._seed, group.question.id, epoch, member)
+        seed = derive_seed(self._seed, group.question.id, group.epoch, member)
         return group, Launch(f"{group.id}.{member}", group.id, group.question, version, seed)
 
     def _next_group(self, version: int) -> Group:
-        index = self._groups
+        number = self._groups
         self._groups += 1
-        return Group(f"g{index}", self._questions[index % len(self._questions)], self.group_size, version)
+        epoch, index = divmod(number, len(self._questions))
+        return Group(f"g{number}", self._questions[index], self.group_size, version, epoch)
 
 
 def derive_seed(run_seed: int, question: str, epoch: int, member: int) -> int:
