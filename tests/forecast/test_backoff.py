@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorsa.forecast.backoff import MIN_SAMPLES, Backoff, Ema, load_bucket, resolve
+from prorsa.forecast.backoff import MIN_SAMPLES, Backoff, Ema, load_bucket, load_buckets, resolve
 from prorsa.forecast.durations import Durations
 
 
@@ -50,7 +50,8 @@ def test_the_widest_class_answers_with_any_sample_and_is_never_left():
     ("concurrency", "bucket"), [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (7, 2), (8, 3), (1023, 9), (1024, 10)]
 )
 def test_load_bucket(concurrency, bucket):
-    assert load_bucket(np.array([concurrency], dtype=np.int32)).tolist() == [bucket]
+    assert load_bucket(concurrency) == bucket
+    assert load_buckets(np.array([concurrency], dtype=np.int32)).tolist() == [bucket]
 
 
 @given(st.lists(st.tuples(st.integers(-2, 3), st.integers(0, 300), st.integers(0, 2)), max_size=50))

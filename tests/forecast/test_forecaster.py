@@ -242,6 +242,24 @@ def test_the_queue_is_served_in_order_of_entry_not_of_rows():
     assert forecaster.forecast(story.snapshot(100.0), 12.0, ["p0"]).admitted_tokens == 1100
 
 
+def test_prefill_times_are_learnt_from_the_instance_that_prefilled():
+    forecaster, story = teller(tokens_per_s=1.0)
+    # Pairs share p0: the second joins with the first and waits for it, so each takes 2 s. All decode on one instance.
+    story.tell_all(
+        *(trajectory(f"a{n}", 10.0 * n, instance="p0", prefill=2.0) for n in range(8)),
+        *(trajectory(f"b{n}", 10.0 * n, instance="p0", prefill=4.0) for n in range(8)),
+        *(trajectory(f"c{n}", 10.0 * n, instance="p1", prefill=2.0) for n in range(8)),
+        *(trajectory(f"q{n}", 100.0, State.READY) for n in range(9)),
+    )
+    # Two instances finish three each within 6.5 s, and a fourth each within 8.5 s.
+    assert forecaster.forecast(story.snapshot(200.0), 6.5, ["p0", "p1"]).admitted_tokens == 600
+    assert forecaster.forecast(story.snapshot(200.0), 8.5, ["p0", "p1"]).admitted_tokens == 800
+    # p1 has worked on r for 0.5 s: 1.5 s are left, then two more fit into 6 s, beside three on p0.
+    story.tell_all(trajectory("r", 197.5, State.PREFILL, instance="p1"))
+    assert forecaster.forecast(story.snapshot(200.0), 6.0, ["p0", "p1"]).admitted_tokens == 100 + 200 + 200
+    assert forecaster.forecast(story.snapshot(200.0), 6.5, ["p0", "p1"]).admitted_tokens == 100 + 200 + 300
+
+
 def test_launches_spread_over_the_instances():
     forecaster, story = teller(FixedRate(8.0), tokens_per_s=1000.0)
     story.tell(*trajectory("past", 0.0, startup=2.0, first=1000))

@@ -69,8 +69,13 @@ class Ema:
         return self._count
 
 
-def load_bucket(concurrency: NDArray[np.int32]) -> NDArray[np.int32]:
+def load_bucket(concurrency: int) -> int:
     """Concurrent load as a class: 0 for 0 and 1, then one class for each doubling (2-3, 4-7, 8-15, ...)."""
+    return max(concurrency, 1).bit_length() - 1
+
+
+def load_buckets(concurrency: NDArray[np.int32]) -> NDArray[np.int32]:
+    """`load_bucket` of each."""
     return (np.frexp(np.maximum(concurrency, 1).astype(np.float64))[1] - 1).astype(np.int32)
 
 

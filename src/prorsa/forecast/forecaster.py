@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prorsa.forecast.admissions import PrefillTime, finish_inflight, finish_queued
-from prorsa.forecast.backoff import Backoff, Ema, load_bucket, resolve
+from prorsa.forecast.backoff import Backoff, Ema, load_bucket, load_buckets, resolve
 from prorsa.forecast.correction import BiasCorrection
 from prorsa.forecast.durations import Durations, Floats, Running
 from prorsa.forecast.forecast import Forecast
@@ -75,7 +75,7 @@ class LifecycleForecaster:
         self._kv_footprint = kv_footprint
         self._rewards: Backoff[Durations] = Backoff(Durations)
         self._startups: Backoff[Durations] = Backoff(Durations, widest=1)
-        self._dispatch: Backoff[Durations] = Backoff(Durations)
+        self._delays = Durations()
         self._tools = ToolDurations()
         self._lengths = PromptLengths()
         self._admission = Ema(FORGET, value=1.0)
@@ -109,9 +109,10 @@ class LifecycleForecaster:
                 self._learn_tool(transition)
             else:
                 self._learn_start(transition)
-        elif isinstance(event, e.DecodeStarted):
+        elif isinstance(event, e.DecodeStarted) and transition.instance is not None:
+            # The transition names the instance that prefilled, the event the one that decodes.
             joined = event.time - transition.elapsed
-            self._prefill_time.finished(event.instance, transition.tokens_before, joined, event.time)
+            self._prefill_time.finished(transition.instance, transition.tokens, joined, event.time)
         elif isinstance(event, e.Done):
             self._rewards.add((transition.task,), transition.elapsed)
             self._admission.add(float(event.admitted))
@@ -137,17 +138,16 @@ class LifecycleForecaster:
         self._lengths.add_first(transition.task, transition.tokens)
         delay = transition.event.time - transition.sampled_at
         self._any_delay.add(delay)
-        self._dispatch.add((), delay)
+        self._delays.add(delay)
         if transition.mode != SandboxMode.COLD:
             self._prewarmed_delay.add(delay)
         if transition.mode is not None:
-            load = int(load_bucket(np.array([transition.concurrency], dtype=np.int32))[0])
-            key = (str(transition.mode), transition.image, transition.node_class, load)
-            self._startups.add(key, transition.elapsed)
+            load = load_bucket(transition.concurrency)
+            self._startups.add((transition.mode, transition.image, transition.node_class, load), transition.elapsed)
 
     def _learn_tool(self, transition: Transition) -> None:
         tool = transition.tool or ""
-        load = int(load_bucket(np.array([transition.concurrency], dtype=np.int32))[0])
+        load = load_bucket(transition.concurrency)
         self._tools.add(transition.task, tool, transition.turn, load, transition.elapsed)
         self._lengths.add_appended(transition.task, tool, transition.tokens - transition.tokens_before)
 
@@ -215,12 +215,12 @@ class LifecycleForecaster:
         rows = np.concatenate((sampled, starting))
         mode = snapshot.mode[rows].astype(np.int32)
         mode[: len(sampled)] = _SAMPLED
-        load = load_bucket(snapshot.concurrency[rows])
+        load = load_buckets(snapshot.concurrency[rows])
         images, node_classes = snapshot.names.images, snapshot.names.node_classes
 
         def find(mode: int, image: int, node_class: int, load: int) -> Durations | None:
             if mode == _SAMPLED:
-                return self._dispatch.find(())
+                return self._delays
             return self._startups.find((MODES[mode], images[image], node_classes[node_class], load))
 
         columns = [mode, snapshot.image[rows], snapshot.node_class[rows], load]
@@ -239,7 +239,7 @@ class LifecycleForecaster:
         tasks, tools = snapshot.names.tasks, snapshot.names.tools
         task, tool = snapshot.task[rows], snapshot.tool[rows]
         classes, which = resolve(
-            [task, tool, snapshot.turn[rows], load_bucket(snapshot.concurrency[rows])],
+            [task, tool, snapshot.turn[rows], load_buckets(snapshot.concurrency[rows])],
             lambda task, tool, turn, load: self._tools.find(tasks[task], tools[tool], turn, load),
             unknown=Ema(1.0, value=np.nan),
         )
@@ -267,26 +267,31 @@ class LifecycleForecaster:
         The queue is served in order, then the predicted requests as they arrive, each by the instance that is free first.
         """
         end = snapshot.time + horizon
-        holding, held = snapshot.instance[inflight], snapshot.tokens[inflight].astype(np.float64)
-        free_since = np.array([self._prefill_time.free_since(name) for name in snapshot.names.instances])
-        finish = finish_inflight(snapshot.time, holding, snapshot.since[inflight], self._prefill_time(held), free_since)
-        busy_until = np.full(len(free_since), snapshot.time)
-        np.maximum.at(busy_until, holding, finish)
-        until = dict(zip(snapshot.names.instances, busy_until.tolist(), strict=True))
-        free = [until.get(name, snapshot.time) for name in prefill_instances]
-
+        finish, free = self._inflight(snapshot, inflight, prefill_instances)
         queue = ready[np.argsort(snapshot.order[ready])]
+        ones = np.ones(len(queue))
+        waiting = Arrivals(snapshot.time * ones, ones, snapshot.tokens[queue].astype(np.float64))
         coming = np.argsort(predicted.time, kind="stable")
-        arrival = np.concatenate((np.full(len(queue), snapshot.time), predicted.time[coming]))
-        weight = np.concatenate((np.ones(len(queue)), predicted.weight[coming]))
-        tokens = np.concatenate((snapshot.tokens[queue].astype(np.float64), predicted.tokens[coming]))
+        arrival, weight, tokens = (np.concatenate((a, b[coming])) for a, b in zip(waiting, predicted, strict=True))
         admitted = finish_queued(arrival, weight * self._prefill_time(tokens), free, end) < end
-        from_queue, coming_in = (
-            np.flatnonzero(admitted[: len(queue)]),
-            np.flatnonzero(admitted[len(queue) :]) + len(queue),
-        )
-        seen = np.concatenate((held[finish < end], tokens[from_queue]))
-        return self._admitted(seen, np.ones(len(seen))), self._admitted(tokens[coming_in], weight[coming_in])
+        waited = np.arange(len(tokens)) < len(queue)
+        held = snapshot.tokens[inflight[finish < end]].astype(np.float64)
+        seen = np.concatenate((held, tokens[admitted & waited]))
+        new = admitted & ~waited
+        return self._admitted(seen, np.ones(len(seen))), self._admitted(tokens[new], weight[new])
+
+    def _inflight(
+        self, snapshot: Snapshot, rows: NDArray[np.intp], prefill_instances: Sequence[str]
+    ) -> tuple[Floats, list[float]]:
+        """(finish time of each row in PREFILL, v_m: when each of `prefill_instances` is next free)."""
+        names, on = snapshot.names.instances, snapshot.instance[rows]
+        service = self._prefill_time(snapshot.tokens[rows].astype(np.float64))
+        free_since = np.array([self._prefill_time.free_since(name) for name in names])
+        finish = finish_inflight(snapshot.time, on, snapshot.since[rows], service, free_since)
+        busy_until = np.full(len(names), snapshot.time)
+        np.maximum.at(busy_until, on, finish)
+        until = dict(zip(names, busy_until.tolist(), strict=True))
+        return finish, [until.get(name, snapshot.time) for name in prefill_instances]
 
     def _admitted(self, tokens: Floats, weight: Floats) -> Admitted:
         return Admitted(float(weight @ tokens), float(weight @ self._kv_footprint(tokens)))
