@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from checkpoints import VOCABULARY, write_checkpoint
 from core_driving import Result, collect, generate, generate_apart, hand_over, prompts_of, run
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -231,6 +231,16 @@ def test_after_a_weight_update_no_old_kv_is_read(checkpoint: Path, other_checkpo
     assert core.step().outputs[0].weights_version == 7
 
 
+def test_even_under_an_equal_version_no_old_kv_is_read(checkpoint: Path, other_checkpoint: Path) -> None:
+    prompts = prompts_of((40,))
+    (expected,) = generate(core_at(other_checkpoint), prompts, GREEDY)
+    core = core_at(checkpoint)
+    generate(core, prompts, GREEDY)
+    core.load_weights(str(other_checkpoint), core.weights_version)
+    (result,) = generate(core, prompts, GREEDY)
+    assert (result.tokens, result.cached) == (expected.tokens, 0)
+
+
 def test_a_checkpoint_that_does_not_fit_changes_nothing(checkpoint: Path, tmp_path: Path) -> None:
     (prompt,) = prompts_of((40,))
     core = core_at(checkpoint)
@@ -349,6 +359,54 @@ def test_under_a_full_pool_requests_are_retracted_and_no_token_is_lost(checkpoin
     for index, result in enumerate(expected):
         assert results[str(index)].tokens == result.tokens
         np.testing.assert_allclose(results[str(index)].logprobs, result.logprobs, atol=1e-4)
+    assert core.load().used_tokens == 0
+
+
+def test_retracted_requests_keep_their_place(checkpoint: Path) -> None:
+    sampling = SamplingParams(60, temperature=0.0)
+    core, results = core_at(checkpoint, kv_tokens=16 * 16), {}
+    order: list[str] = []
+    for index, prompt in enumerate(prompts_of([30] * 7)):
+        core.submit(str(index), prompt, sampling)
+    while core.has_work():
+        step = core.step()
+        collect(step, results)
+        order += sorted(output.rid for output in step.outputs if output.finish is not None)
+    assert order == [str(index) for index in range(7)]
+
+
+def test_a_request_starts_only_when_the_running_ones_can_still_grow(checkpoint: Path) -> None:
+    first, second = prompts_of((30, 90))  # 2 and 6 blocks
+    core = core_at(checkpoint, kv_tokens=8 * 16)
+    core.submit("first", first, GREEDY)
+    core.step()
+    core.submit("second", second, GREEDY)
+    core.step()
+    assert core.load().running == 1
+    assert len(run(core)["second"].tokens) == 24
+    core.submit("second", second, GREEDY)
+    core.step()
+    core.submit("first", prompts_of((10,))[0], GREEDY)  # 1 block, and one to grow
+    core.step()
+    assert core.load().running == 2
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 18)), min_size=1, max_size=6),
+    blocks=st.integers(12, 20),
+    chunk=st.integers(1, 40),
+)
+def test_whatever_the_lengths_a_small_pool_gives_the_same_tokens(
+    checkpoint: Path, requests: list[tuple[int, int]], blocks: int, chunk: int
+) -> None:
+    prompts = prompts_of([length for length, _ in requests])
+    params = [SamplingParams(new, 1.0, seed=index) for index, (_, new) in enumerate(requests)]
+    core, large = core_at(checkpoint, kv_tokens=blocks * 4, block_tokens=4, prefill_chunk=chunk), core_at(checkpoint)
+    for each in (core, large):
+        for index, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
+            each.submit(str(index), prompt, sampling)
+    assert {rid: r.tokens for rid, r in run(core).items()} == {rid: r.tokens for rid, r in run(large).items()}
     assert core.load().used_tokens == 0
 
 

@@ -140,9 +140,9 @@ class Model:
         """Queries [rows, heads, dim] and the keys and values [rows, 2, kv heads, dim] of normed `x`."""
         config = self.config
         rows, dim, rotated = len(x), config.head_dim, config.heads + config.kv_heads
-        z = layer.qkv(_normed(x, config.epsilon))
+        z = layer.qkv(x / _roots(x, config.epsilon))
         heads = z[:, : rotated * dim].reshape(rows, rotated, dim)
-        _norm_in_place(heads, config.epsilon)
+        heads /= _roots(heads, config.epsilon)
         heads *= layer.head_scale
         turned = z.view(np.complex64)[:, : rotated * dim // 2].reshape(rows, rotated, dim // 2)
         turned *= rotation
@@ -151,7 +151,7 @@ class Model:
 
     def _feed_forward(self, layer: Layer, x: Array) -> None:
         inner = self.config.inner
-        z = layer.gate_up(_normed(x, self.config.epsilon))
+        z = layer.gate_up(x / _roots(x, self.config.epsilon))
         gate, up = z[:, :inner], z[:, inner : 2 * inner]
         up *= gate
         with np.errstate(over="ignore"):  # exp(-g) = inf is silu(g) = 0
@@ -161,7 +161,7 @@ class Model:
         x += layer.down(up)[:, : self.config.hidden]
 
     def _logits(self, x: Array) -> Array:
-        return self._head(_normed(x, self.config.epsilon))[:, : self.config.vocabulary]
+        return self._head(x / _roots(x, self.config.epsilon))[:, : self.config.vocabulary]
 
 
 def _layer(config: ModelConfig, weights: dict[str, Array], index: int) -> Layer:
@@ -204,17 +204,11 @@ def _rotations(config: ModelConfig) -> NDArray[np.complex64]:
     return rotations
 
 
-def _normed(x: Array, epsilon: float) -> Array:
-    squares = np.vecdot(x, x)
+def _roots(x: Array, epsilon: float) -> Array:
+    """What an RMS norm divides by, times sqrt(size) [..., 1]."""
+    squares: Array = np.vecdot(x, x)
     squares += np.float32(epsilon * x.shape[-1])
-    normed: Array = x / np.sqrt(squares, out=squares)[..., None]
-    return normed
-
-
-def _norm_in_place(x: Array, epsilon: float) -> None:
-    squares = np.vecdot(x, x)
-    squares += np.float32(epsilon * x.shape[-1])
-    x /= np.sqrt(squares, out=squares)[..., None]
+    return np.sqrt(squares, out=squares)[..., None]
 
 
 def _places(segment: Segment, pool: BlockPool) -> NDArray[np.intp]:
