@@ -203,6 +203,9 @@ def test_an_import_takes_no_more_than_there_is_room_for(checkpoint: Path) -> Non
     assert core.import_prefix(hashes, data) == 5
     assert core.missing_hashes(prompt) == hashes[5:7]
     assert core.load().used_tokens == 0
+    with pytest.raises(CoreError, match=f"{core.block_nbytes} bytes, not 3"):
+        core.import_prefix(hashes[5:7], [data[0], b"abc"])
+    assert core.load().used_tokens == 0
 
 
 # Weights

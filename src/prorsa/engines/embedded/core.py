@@ -275,14 +275,16 @@ class EngineCore:
         return hashes[known:]
 
     def import_prefix(self, hashes: Sequence[bytes], blocks: Sequence[Buffer]) -> int:
-        """Put blocks, both sequences in chain order, into the local prefix cache; the number that fitted."""
-        fitting = min(len(hashes), self._pool.available)
-        taken = self._pool.allocate(fitting)
-        for index, (hash, data) in enumerate(zip(hashes[:fitting], blocks[:fitting], strict=True)):
-            self._fill(taken[index], data)
-            taken[index] = self._pool.publish(taken[index], hash)
-        self._pool.release(taken)
-        return fitting
+        """Put blocks, both sequences in chain order, into the local prefix cache; the number that fitted. Raises
+        `CoreError` for a block of a wrong size."""
+        taken = self._pool.allocate(min(len(hashes), self._pool.available))
+        try:
+            for index, (hash, data) in enumerate(zip(hashes[: len(taken)], blocks[: len(taken)], strict=True)):
+                self._fill(taken[index], data)
+                taken[index] = self._pool.publish(taken[index], hash)
+        finally:
+            self._pool.release(taken)
+        return len(taken)
 
     def block_data(self, block: int) -> memoryview:
         """Raw bytes of a block that the latest step reported in `filled`."""
