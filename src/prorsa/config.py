@@ -6,12 +6,17 @@ value and the remedy.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from textwrap import wrap
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+COMMENT_WIDTH = 100
+END = "\n..."
+"""What ends a YAML document that is a bare scalar."""
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -21,7 +26,7 @@ class ConfigError(Exception):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
 class Model(Section):
@@ -33,8 +38,11 @@ class Model(Section):
 
 class Cluster(Section):
     instances: Positive = 4
+    """Engine processes, each a prefill or a decode instance (or mixed under `policy.name: colocated`)."""
     gpus_per_prefill: Positive = 1
+    """m_P: GPUs of a prefill instance."""
     gpus_per_decode: Positive = 1
+    """m_D: GPUs of a decode instance."""
     gpus: Positive | None = None
     """GPU budget G (paper, 4.2). The default is what `instances` take in their larger role."""
     kv_tokens: Positive = 8192
@@ -42,7 +50,9 @@ class Cluster(Section):
     block_tokens: Positive = 16
     """KV block (page) length, tokens."""
     prefill_chunk: Positive = 512
+    """Prompt tokens that an engine prefills in one step."""
     max_running: Positive = 32
+    """Requests that an engine decodes at once."""
     max_waiting: Positive = 256
     """Bound of an engine's queue; beyond it the engine refuses."""
     kv_store_tokens: int = Field(default=65536, ge=0)
@@ -56,6 +66,7 @@ class Cluster(Section):
 
 class Policy(Section):
     name: Literal["adaptive", "static", "colocated"] = "adaptive"
+    """`adaptive`: roles follow the forecast; `static`: the split stays; `colocated`: every instance does both stages."""
     split: str | None = None
     """`n_P:n_D` for `static`; for `adaptive` the roles to start with. The default halves the instances."""
     horizon: Seconds = 10.0
@@ -75,17 +86,24 @@ class Policy(Section):
 
 class Sampling(Section):
     temperature: float = Field(default=1.0, ge=0)
+    """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """1 keeps the whole distribution."""
     top_k: int = -1
+    """-1 keeps the whole vocabulary."""
     max_new_tokens: Positive = 128
     """Token budget of one turn."""
 
 
 class Task(Section):
     name: Literal["arithmetic"] = "arithmetic"
+    """Arithmetic questions in words, answered with a Python tool over several turns."""
     train_questions: Positive = 512
+    """Size of the training set; rollouts go through it in order, again and again."""
     test_questions: Positive = 64
+    """Size of the held-out set."""
     max_turns: Positive = 6
+    """Model turns of a trajectory."""
 
 
 class Sandbox(Section):
@@ -94,26 +112,35 @@ class Sandbox(Section):
     timeout: Seconds = 5.0
     """Wall time of one tool call."""
     memory_mb: Positive = 256
+    """Address space of a sandbox, MiB."""
     file_mb: Positive = 4
+    """Largest file that a sandbox may write, MiB."""
 
 
 class Rollout(Section):
     mode: Literal["sync", "async"] = "sync"
+    """`sync`: a batch starts when the last one has ended; `async`: trajectories are injected all the time. `prorsa train` follows `train.mode`."""
     groups: Positive = 8
     """Groups in a batch (a step)."""
     group_size: Positive = 8
+    """Trajectories of one question that are compared with each other (GRPO)."""
     steps: Positive = 4
+    """Batches of a rollout, or training steps."""
     max_staleness: int = Field(default=1, ge=0)
     """How many weights versions a trajectory may fall behind before it is dropped (async)."""
     injection: Literal["replace_on_reward", "fixed_rate", "group_replenishment"] = "group_replenishment"
+    """When new trajectories are launched (async; paper, B.2)."""
     injection_rate: Annotated[float, Field(gt=0)] = 8.0
     """Trajectories a second under `fixed_rate`."""
     split: Literal["train", "test"] = "train"
+    """The questions that `prorsa rollout` asks."""
 
 
 class Train(Section):
     mode: Literal["sync", "separate_async"] = "sync"
+    """verl's trainer: `sync` alternates rollout and training, `separate_async` does both at the same time."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    """Of AdamW."""
     mini_batch_groups: Positive = 8
     """Groups in one optimiser step."""
     test_every: int = Field(default=0, ge=0)
@@ -124,9 +151,11 @@ class Train(Section):
 
 class Config(Section):
     name: str = "run"
+    """Begins the name of the run directory."""
     run_dir: str = "runs"
     """Each run writes a new directory below it."""
     seed: int = 0
+    """Of the questions, of sampling and of training."""
     model: Model
     cluster: Cluster = Cluster()
     policy: Policy = Policy()
@@ -244,5 +273,17 @@ def _explain(problem: Any) -> str:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML; `load_config` reads it back to an equal one."""
-    return yaml.safe_dump(config.model_dump(), sort_keys=False)
+    """The resolved configuration as YAML, each key explained; `load_config` reads it back to an equal one."""
+    return "\n".join(_commented(config, "")) + "\n"
+
+
+def _commented(section: Section, indent: str) -> Iterator[str]:
+    for name, field in type(section).model_fields.items():
+        if field.description:
+            yield from (f"{indent}# {line}" for line in wrap(" ".join(field.description.split()), COMMENT_WIDTH))
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield f"{indent}{name}:"
+            yield from _commented(value, indent + "  ")
+        else:
+            yield f"{indent}{name}: {yaml.safe_dump(value, default_flow_style=True, width=10_000).split(END)[0].strip()}"
