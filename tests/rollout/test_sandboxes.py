@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -204,6 +205,25 @@ def test_no_file_outside_its_directory(tmp_path: Path) -> None:
         assert secret.read_text() == "hunter2"
     finally:
         secret.unlink()
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="the other tests run unprivileged then")
+def test_all_of_it_works_without_privileges(tmp_path: Path) -> None:
+    script = textwrap.dedent("""
+        import asyncio
+        from prorsa.rollout.sandboxes.pool import SandboxPool
+
+        async def main():
+            async with SandboxPool(prewarmed=0) as pool, pool.sandbox() as sandbox:
+                await sandbox.start()
+                print(await sandbox.run("1 + 1"), sorted(sandbox._worker.enforced))
+
+        asyncio.run(main())
+    """)
+    without = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c", script]
+    done = subprocess.run(without, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
+    enforced_here = [name for name in ("calls", "files") if enforced(name)]
+    assert done.stdout == f"2\n {enforced_here}\n", done.stderr
 
 
 def test_a_directory_without_permissions_is_removed_too() -> None:
