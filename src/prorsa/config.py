@@ -119,7 +119,8 @@ class Sandbox(Section):
 
 class Rollout(Section):
     mode: Literal["sync", "async"] = "sync"
-    """`sync`: a batch starts when the last one has ended; `async`: trajectories are injected all the time. `prorsa train` follows `train.mode`."""
+    """`sync`: a batch starts when the last one has ended; `async`: trajectories are injected all the time. `prorsa train`
+    follows `train.mode`."""
     groups: Positive = 8
     """Groups in a batch (a step)."""
     group_size: Positive = 8
