@@ -221,9 +221,9 @@ def test_all_of_it_works_without_privileges(tmp_path: Path) -> None:
         asyncio.run(main())
     """)
     without = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c", script]
-    done = subprocess.run(without, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
+    answer = subprocess.check_output(without, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
     enforced_here = [name for name in ("calls", "files") if enforced(name)]
-    assert done.stdout == f"2\n {enforced_here}\n", done.stderr
+    assert answer == f"2\n {enforced_here}\n"
 
 
 def test_a_directory_without_permissions_is_removed_too() -> None:
