@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from prorsa.assembly import build_task, checkpoint
-from prorsa.config import Config, dump_config
+from prorsa.config import Config, ConfigError, dump_config
 from prorsa.integrations.verl import loaded
 from prorsa.integrations.verl.overrides import (
     DATA_SOURCE,
@@ -88,7 +88,15 @@ async def train(config: Config, run_dir: Path, on_step: Callable[[StepRecord], N
 
 
 def complete(config: Config) -> Config:
-    """What the trainer's processes read: paths that hold in each of them, and the rollout mode that the trainer's implies."""
+    """What the trainer's processes read: paths that hold in each of them, and the rollout mode that the trainer's implies.
+
+    Raises `ConfigError`.
+    """
+    groups, mini_batch = config.rollout.groups, config.train.mini_batch_groups
+    if groups % mini_batch:
+        raise ConfigError(
+            f"train.mini_batch_groups={mini_batch}: does not divide rollout.groups={groups}; set it to a divisor of that"
+        )
     model = config.model.model_copy(update={"path": str(Path(checkpoint(config)).resolve())})
     mode = "sync" if config.train.mode == "sync" else "async"
     return config.model_copy(update={"model": model, "rollout": config.rollout.model_copy(update={"mode": mode})})
@@ -142,7 +150,9 @@ async def end(supervisor: asyncio.subprocess.Process) -> None:
     await asyncio.shield(supervisor.wait())
 
 
-async def follow(config: Config, settings: Settings, supervisor: asyncio.subprocess.Process) -> AsyncIterator[StepRecord]:
+async def follow(
+    config: Config, settings: Settings, supervisor: asyncio.subprocess.Process
+) -> AsyncIterator[StepRecord]:
     """Each step as verl logs it, until the trainer has ended."""
     ended = asyncio.create_task(supervisor.wait())
     path, position = metrics_file(settings), 0
@@ -171,7 +181,9 @@ def read_steps(line: dict[str, Any], config: Config, time: float) -> list[StepRe
         steps.append(StepRecord(line["step"], time, metrics["timing_s/step"], metrics[REWARD], batch, metrics=metrics))
     if HELD_OUT in metrics:
         seconds = metrics.get("timing_s/testing", 0.0)
-        steps.append(StepRecord(line["step"], time, seconds, metrics[HELD_OUT], config.task.test_questions, split="test"))
+        steps.append(
+            StepRecord(line["step"], time, seconds, metrics[HELD_OUT], config.task.test_questions, split="test")
+        )
     return steps
 
 

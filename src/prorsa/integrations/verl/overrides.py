@@ -12,6 +12,8 @@ from prorsa.integrations.verl.settings import NAME, Settings
 
 RAY_CPUS = 16
 """What Ray believes it has. verl's workers take one each, and most of them sleep."""
+MICRO_BATCH = 8
+"""Most trajectories in one forward pass. `sampler` sorts them by length, so that a few neighbours are padded little."""
 DATA_SOURCE = "prorsa"
 """`data_source` of every row; verl names its validation metrics by it."""
 
@@ -50,6 +52,12 @@ def verl_overrides(config: Config, settings: Settings) -> list[str]:
     ]
 
 
+def micro_batch(config: Config) -> int:
+    """The largest size up to `MICRO_BATCH` that divides a mini-batch, as verl requires."""
+    trajectories = config.train.mini_batch_groups * config.rollout.group_size
+    return max(size for size in range(1, MICRO_BATCH + 1) if trajectories % size == 0)
+
+
 def environment(settings: Settings, cores: int) -> dict[str, str]:
     """What the trainer's process tree needs beside the caller's environment."""
     return {
@@ -64,6 +72,9 @@ def environment(settings: Settings, cores: int) -> dict[str, str]:
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": str(cores),
+        # A thread that spins while it waits takes the core that the other one needs.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TQ_NUM_THREADS": str(cores),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "HYDRA_FULL_ERROR": "1",
@@ -102,15 +113,16 @@ def _model(config: Config) -> list[str]:
 
 
 def _actor(config: Config) -> list[str]:
-    micro_batch = config.train.mini_batch_groups * config.rollout.group_size
     return [
         "actor_rollout_ref.actor.strategy=fsdp2",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={config.train.mini_batch_groups}",
-        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro_batch}",
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro_batch(config)}",
         f"actor_rollout_ref.actor.optim.lr={config.train.learning_rate}",
         "actor_rollout_ref.actor.use_kl_loss=False",
         "actor_rollout_ref.actor.use_torch_compile=False",
         "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
+        # Reduce gradients once a mini-batch, not once a micro-batch.
+        "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation=True",
         "actor_rollout_ref.actor.fsdp_config.model_dtype=fp32",
         "actor_rollout_ref.actor.fsdp_config.dtype=float32",
         # The default is bfloat16, in which log-probabilities are too coarse to compare with the engines', and slow on CPU.
@@ -135,7 +147,7 @@ def _rollout(config: Config, settings: Settings) -> list[str]:
         f"{prefix}.val_kwargs.top_k={sampling.top_k}",
         # One replica is the whole cluster, however many instances that has.
         f"{prefix}.tensor_model_parallel_size=1",
-        f"{prefix}.log_prob_micro_batch_size_per_gpu={config.rollout.groups * config.rollout.group_size}",
+        f"{prefix}.log_prob_micro_batch_size_per_gpu={micro_batch(config)}",
         f"{prefix}.free_cache_engine=False",
         f"{prefix}.router_config_path={router_file(settings)}",
         f"{prefix}.agent.num_workers=1",
@@ -189,6 +201,9 @@ def _separate_async(config: Config, settings: Settings) -> list[str]:
         f"{engine}.custom_backend_module=prorsa.integrations.verl.checkpoint",
         f"+{engine}.engine_kwargs.{NAME}={_inline(settings)}",
         f"trainer.v1.separate_async.parameter_sync_step={config.rollout.groups // config.train.mini_batch_groups}",
+        # Tokens come from older weights than those being trained. The policy ratio is then against the weights that
+        # sampled each token, whose log-probabilities the engines gave; recomputed ones would hide the difference.
+        "algorithm.rollout_correction.bypass_mode=True",
         # verl counts the versions that a group spans: 1 is on policy.
         f"trainer.v1.sampler.max_off_policy_threshold={config.rollout.max_staleness + 1}",
         f"trainer.v1.separate_async.num_warmup_batches={config.rollout.max_staleness}",

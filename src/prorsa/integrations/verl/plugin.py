@@ -14,7 +14,6 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 from prorsa.integrations.verl.settings import NAME
 
 
-
 def _load_replica() -> type:
     from prorsa.integrations.verl.replica import ProrsaReplica
 

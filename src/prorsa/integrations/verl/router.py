@@ -146,7 +146,9 @@ class ControlRouter:
 
     def _refuse_other(self, servers: Any) -> None:
         """Elastic replicas (`hybrid_rollout.enable_switch`) would come and go without their engines."""
-        raise NotImplementedError(f"verl adds or removes the servers {list(servers)}: rollout.name=prorsa has one fixed replica")
+        raise NotImplementedError(
+            f"verl adds or removes the servers {list(servers)}: rollout.name=prorsa has one fixed replica"
+        )
 
     def get_all_servers(self) -> list[str]:
         return [NAME]
@@ -164,9 +166,7 @@ class ControlRouter:
 FOREIGN = "foreign"
 """The task of a trajectory that another agent loop runs."""
 
-ProrsaRouter = ray.remote(
-    name=NAME, get_if_exists=True, num_cpus=0, max_concurrency=MOST_CALLS
-)(ControlRouter)
+ProrsaRouter = ray.remote(name=NAME, get_if_exists=True, num_cpus=0, max_concurrency=MOST_CALLS)(ControlRouter)
 
 
 def _served(result: TurnResult, version: int) -> ServedTurn:

@@ -25,7 +25,6 @@ GRACE = 10.0
 """Seconds between the request to end and SIGKILL."""
 
 
-
 class Stop(Exception):
     """SIGTERM or SIGINT."""
 
