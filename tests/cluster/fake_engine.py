@@ -79,6 +79,17 @@ class World:
         self._rooms: dict[Bootstrap, asyncio.Future[None]] = {}
         self.aborts: list[tuple[str, str | None]] = []
         """(engine, rid) of every abort that arrived."""
+        self._attempts: dict[str, list[str]] = {}
+        """trajectory.turn -> rid of each of its live legs."""
+
+    def leg_starts(self, rid: str) -> None:
+        """A turn may have no two attempts alive, anywhere."""
+        legs = self._attempts.setdefault(rid.rpartition(".")[0], [])
+        assert set(legs) <= {rid}, f"{rid} starts while {legs} live"
+        legs.append(rid)
+
+    def leg_ends(self, rid: str) -> None:
+        self._attempts[rid.rpartition(".")[0]].remove(rid)
 
     def room(self, bootstrap: Bootstrap) -> asyncio.Future[None]:
         return self._rooms.setdefault(bootstrap, asyncio.get_running_loop().create_future())
@@ -143,6 +154,7 @@ class FakeEngine:
             self.refuse -= 1
             raise EngineBusy(f"engine {self.name}: asked {request.rid}; answered 503: queue full")
         assert request.rid not in self.legs, f"{request.rid} is live on {self.name} already"
+        self.world.leg_starts(request.rid)
         leg = self.legs[request.rid] = Leg(request.rid)
         self.served.append(request.rid)
         try:
@@ -154,6 +166,7 @@ class FakeEngine:
         finally:
             leg.interrupt.cancel()
             self.legs.pop(request.rid, None)
+            self.world.leg_ends(request.rid)
 
     async def _prefill(self, request: GenerateRequest, leg: Leg) -> AsyncIterator[Chunk]:
         assert request.bootstrap is not None

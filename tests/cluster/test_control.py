@@ -125,6 +125,43 @@ async def test_flips_and_weight_updates_exclude_each_other() -> None:
 
 
 @in_virtual_time
+async def test_weight_updates_at_the_same_time_happen_one_after_the_other() -> None:
+    async with Bench("PPD") as bench:
+        bench.engine("e0").update_s = 5.0
+        await asyncio.gather(*(bench.control.update_weights("/weights", version) for version in (1, 2)))
+        assert {engine.version for engine in bench.engines.values()} == {2} == {bench.control.version}
+
+
+@pytest.mark.parametrize("after", [0.1, 0.9])
+@in_virtual_time
+async def test_a_weight_update_is_completed_when_its_caller_is_cancelled(after: float) -> None:
+    """Cancelled while the attempts are being aborted, and while the engines load."""
+    async with Bench("PPD") as bench:
+        turns = bench.trajectories(9)
+        await asyncio.sleep(0.3)
+        bench.engine("e2").late_tokens = 20
+        update = asyncio.create_task(bench.control.update_weights("/weights/1", 1))
+        await asyncio.sleep(after)
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        assert bench.control.version == 0
+        await asyncio.gather(*turns)
+        assert {engine.version for engine in bench.engines.values()} == {1} == {bench.control.version}
+
+
+@in_virtual_time
+async def test_stop_during_a_weight_update_leaves_nothing_behind() -> None:
+    bench = Bench("PPD")
+    await bench.control.start()
+    update = asyncio.create_task(bench.control.update_weights("/weights/1", 1))
+    await asyncio.sleep(0.5)
+    await bench.control.stop()
+    assert update.done()
+    bench.check_nothing_left()
+
+
+@in_virtual_time
 async def test_no_decision_is_made_while_generation_is_paused() -> None:
     async with Bench("PD") as bench:
         turns = bench.trajectories(6, budget=300)

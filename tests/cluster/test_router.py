@@ -89,6 +89,19 @@ async def test_cancelled_at_every_token_index_equals_the_uninterrupted_run(index
     cluster.check_nothing_left()
 
 
+@pytest.mark.parametrize("steps", range(10))
+@in_virtual_time
+async def test_cancelled_at_any_step_of_its_start_equals_the_uninterrupted_run(steps: int) -> None:
+    cluster = Cluster()
+    request = ask()
+    turn = asyncio.create_task(cluster.generate(request))
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    await cluster.router.cancel_all("test")
+    check_equals_reference(request, await turn)
+    cluster.check_nothing_left()
+
+
 @in_virtual_time
 async def test_budget_holds_over_many_resends() -> None:
     cluster = Cluster()

@@ -186,3 +186,14 @@ async def test_a_restart_that_fails_is_tried_again() -> None:
         # Four restarts of 2 s with pauses of 1, 2 and 4 s between them.
         times = [time for time, name, _, _ in bench.notes.instances if name == "e1"]
         assert times[-1] - times[-2] == pytest.approx(4 * 2 + 1 + 2 + 4)
+
+
+@in_virtual_time
+async def test_a_flip_cancelled_half_way_restarts_its_instance() -> None:
+    async with Bench("PDD") as bench:
+        flip = asyncio.create_task(bench.control.switcher.flip("e1", Role.PREFILL))
+        await asyncio.sleep(0.2)
+        flip.cancel()
+        await asyncio.gather(flip, return_exceptions=True)
+        assert bench.roles() == "P.D"
+        await until(lambda: bench.roles() == "PDD")

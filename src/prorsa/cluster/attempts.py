@@ -51,7 +51,10 @@ class Attempt:
     cached_tokens: int = 0
     finish: FinishReason | None = None
     error: Exception | None = None
+    """What went wrong on our side, not on an engine's: the caller of the turn gets it."""
     progressed_at: float = 0.0
+    task: asyncio.Task[Verdict] = field(init=False)
+    """Serves it; done when both legs are closed and the books of its instances are cleared."""
     verdict: asyncio.Future[Verdict] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
@@ -77,7 +80,6 @@ class Attempt:
             self.verdict.set_result(Verdict(end, reason))
 
     def crash(self, error: Exception) -> None:
-        """An error of ours, not of an engine: the caller of the turn gets it."""
         self.error = self.error or error
         self.end(End.FAILED, repr(error))
 

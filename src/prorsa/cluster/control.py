@@ -94,6 +94,9 @@ class ControlPlane:
         self._errors: dict[str, Exception] = {}
         self._weights = Weights(0)
         self._held = False
+        """Between `pause` and `resume`."""
+        self._updating = asyncio.Lock()
+        self._updates: set[asyncio.Task[None]] = set()
         self._turns = self._resends = self._output_tokens = 0
         self.fleet = Fleet()
         self.router = Router(self.fleet, self.apply, self._decoded, self._turn_finished, limits or Limits())
@@ -135,6 +138,9 @@ class ControlPlane:
     async def stop(self) -> None:
         """End every turn and every task. Raises `ExceptionGroup` with what failed during the run and was not an engine."""
         await self.manager.stop()
+        for update in self._updates:
+            update.cancel()
+        await asyncio.gather(*self._updates, return_exceptions=True)
         await self.router.close()
         if self._errors:
             raise ExceptionGroup("the run ended, but these failed during it", list(self._errors.values()))
@@ -154,21 +160,14 @@ class ControlPlane:
 
     async def pause(self) -> None:
         """Cancel every live attempt, keeping its tokens, and let nothing start until `resume`. Waits for flips to end."""
-        await self.switcher.lock.acquire()
-        self._held = self.manager.paused = True
-        self.router.pause()
-        try:
-            await self.router.cancel_all("generation is paused")
-        except asyncio.CancelledError:
-            self.resume()
-            raise
+        await self._halt()
+        self._held = True
 
     def resume(self) -> None:
         if not self._held:
             raise RuntimeError("resume without pause")
-        self._held = self.manager.paused = False
-        self.switcher.lock.release()
-        self.router.resume()
+        self._held = False
+        self._go_on()
 
     async def update_weights(self, path: str, version: int) -> None:
         """Give every instance the checkpoint at `path` as `version`; turns in flight go on with it.
@@ -176,14 +175,11 @@ class ControlPlane:
         An instance that fails is taken out and restarted with the new weights. Where all fail, the old weights stay and
         EngineError is raised. May be called between `pause` and `resume`.
         """
-        if self._held:
-            await self._update_all(Weights(version, path))
-            return
-        await self.pause()
-        try:
-            await self._update_all(Weights(version, path))
-        finally:
-            self.resume()
+        # Half an update would leave instances with different weights, so it goes on when the caller is cancelled.
+        update = asyncio.create_task(self._update_in_turn(Weights(version, path)), name=f"weight update {version}")
+        self._updates.add(update)
+        update.add_done_callback(self._updates.discard)
+        await asyncio.shield(update)
 
     def status(self) -> Status:
         return Status(
@@ -205,6 +201,32 @@ class ControlPlane:
         )
 
     # Weight updates.
+
+    async def _update_in_turn(self, weights: Weights) -> None:
+        async with self._updating:
+            if self._held:
+                await self._update_all(weights)
+                return
+            await self._halt()
+            try:
+                await self._update_all(weights)
+            finally:
+                self._go_on()
+
+    async def _halt(self) -> None:
+        await self.switcher.lock.acquire()
+        self.manager.paused = True
+        self.router.pause()
+        try:
+            await self.router.cancel_all("generation is paused")
+        except asyncio.CancelledError:
+            self._go_on()
+            raise
+
+    def _go_on(self) -> None:
+        self.manager.paused = False
+        self.switcher.lock.release()
+        self.router.resume()
 
     async def _update_all(self, weights: Weights) -> None:
         instances = [instance for instance in self.fleet if instance.state is InstanceState.ROUTED]

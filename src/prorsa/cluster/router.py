@@ -86,7 +86,7 @@ class Router:
         self._limits = limits
         self._affinity = Affinity()
         self._ready: OrderedDict[Turn, asyncio.Future[Attempt]] = OrderedDict()
-        self._live: dict[str, tuple[Attempt, asyncio.Task[Verdict]]] = {}
+        self._live: dict[str, Attempt] = {}
         self._rooms = itertools.count(1)
         self._paused = False
         self._closed = False
@@ -149,7 +149,7 @@ class Router:
         rids = instance.rids
         self._fleet.move(instance, InstanceState.DEAD)
         for rid in rids:
-            self._live[rid][0].end(End.FAILED, f"instance {instance.name} died: {reason}")
+            self._live[rid].end(End.FAILED, f"instance {instance.name} died: {reason}")
 
     async def close(self) -> None:
         """Fail every turn and leave nothing behind on any instance."""
@@ -228,8 +228,8 @@ class Router:
         decode.begin_decode(attempt.rid, turn.prompt_tokens + min(turn.budget, self._limits.decode_headroom))
         self._affinity.remember(turn.request, prefill, decode)
         self._moved_at = self._now
-        task = asyncio.create_task(self._serve(turn.request.trajectory, attempt), name=f"attempt {attempt.rid}")
-        self._live[attempt.rid] = (attempt, task)
+        self._live[attempt.rid] = attempt
+        attempt.task = asyncio.create_task(self._serve(turn.request.trajectory, attempt), name=f"attempt {attempt.rid}")
         return attempt
 
     def _watch_queue(self) -> None:
@@ -252,9 +252,8 @@ class Router:
     # One attempt.
 
     async def _outcome(self, attempt: Attempt) -> Verdict:
-        task = self._live[attempt.rid][1]
         try:
-            return await asyncio.shield(task)
+            return await asyncio.shield(attempt.task)
         except asyncio.CancelledError:
             await self._abandon(attempt)
             raise
@@ -263,8 +262,7 @@ class Router:
         """The caller is gone. Were this wait cancelled too, the attempt's own task would still close both legs."""
         attempt.abandoned = True
         attempt.end(End.CANCELLED, "its caller was cancelled")
-        if attempt.rid in self._live:
-            await asyncio.wait({self._live[attempt.rid][1]})
+        await asyncio.wait({attempt.task})
 
     async def _serve(self, trajectory: str, attempt: Attempt) -> Verdict:
         legs: dict[asyncio.Task[None], Instance] = {}
@@ -437,10 +435,10 @@ class Router:
 
     async def _cancel(self, rids: list[str], reason: str) -> int:
         live = [self._live[rid] for rid in rids]
-        for attempt, _ in live:
+        for attempt in live:
             attempt.end(End.CANCELLED, reason)
         if live:
-            await asyncio.wait({task for _, task in live})
+            await asyncio.wait({attempt.task for attempt in live})
         return len(live)
 
     # The end of a turn.

@@ -168,6 +168,9 @@ class RoleSwitcher:
         except (EngineError, TimeoutError) as error:
             failure = str(error)
             self._router.bury(instance, failure)
+        except asyncio.CancelledError:
+            self._router.bury(instance, "its flip was cancelled half-way")
+            raise
         end = now()
         flip = Flip(
             time=start,
