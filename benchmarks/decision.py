@@ -2,10 +2,9 @@
 
     OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 python benchmarks/decision.py
 
-The trajectories are in a realistic mix of states (four tasks, twelve tools, 200 images, 64 instances, up to 40 turns), and
+The trajectories are in a realistic mix of states (four tasks, twelve tools, 200 images, 64 instances, up to 4 turns), and
 the forecaster has learnt its statistics from the events that brought them there. Between two decisions sixty more
-trajectories come and go. The prefills of an instance overlap, so nearly the whole queue fits into the horizon: the longest
-way through the recurrence of the decode admissions.
+trajectories come and go.
 """
 
 from __future__ import annotations

@@ -30,6 +30,17 @@ def test_a_window_without_a_prediction_before_any_other_teaches_nothing():
     assert correction.bias == 1.0
 
 
+def test_idle_windows_do_not_wear_away_what_was_learnt():
+    correction, same = BiasCorrection(), BiasCorrection()
+    for learner in (correction, same):
+        learner.update(100.0, 300.0)
+    for _ in range(1000):
+        same.update(0.0, 0.0)
+    for learner in (correction, same):
+        learner.update(10.0, 0.0)
+    assert same.bias == correction.bias
+
+
 @given(st.lists(st.tuples(tokens, tokens), max_size=30))
 def test_is_bounded(windows):
     correction = BiasCorrection()

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -44,6 +46,12 @@ def test_beyond_the_evidence_it_doubles_its_age_as_likely_as_not():
         assert operation.ends_within(18.0) == pytest.approx([0.75])
         # Half of the 0.5 that end within 6 s do so within r with r / (6 + r) = 0.25.
         assert operation.residual(6.0) == pytest.approx([2.0])
+
+
+def test_infinite_samples_are_those_that_never_end():
+    two = running([[1.0, math.inf, math.inf], [1.0, 3.0]], [0, 0, 1], [0.0, 1.0, 0.0])
+    assert two.ends_within(1e6) == pytest.approx([1 / 3, 0, 1])
+    assert two.residual(1e6) == pytest.approx([1.0, 1e6, 2.0])
 
 
 def test_nothing_ends_within_no_time():

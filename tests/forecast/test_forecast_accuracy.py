@@ -1,7 +1,7 @@
 """The lifecycle forecast against looking at past windows only, on a synthetic rollout of two agentic tasks."""
 
 import pytest
-from synthetic_rollout import INSTANCES, SyntheticRollout
+from synthetic_rollout import INSTANCES, Kind, SyntheticRollout
 
 from prorsa.forecast import Kalman, LifecycleForecaster, Persistence, ReplaceOnReward, WindowMeter, wape
 
@@ -10,15 +10,16 @@ WARM_UP = 4
 WINDOWS = 80
 
 
-def judge(seed, synchronous):
-    """Name of the forecaster -> (WAPE of the prefill demand, WAPE of the decode admissions)."""
-    rollout = SyntheticRollout(seed, synchronous)
-    injection = None if synchronous else ReplaceOnReward()
-    forecasters = {
+def candidates(injection):
+    return {
         "lifecycle": LifecycleForecaster(injection, 30_000.0),
         "persistence": Persistence(),
         "kalman": Kalman(),
     }
+
+
+def judge(rollout, forecasters):
+    """Name of the forecaster -> (WAPE of the prefill demand, WAPE of the decode admissions)."""
     meters = {name: WindowMeter() for name in forecasters}
     rollout.listeners += [listener.observe for listener in (*forecasters.values(), *meters.values())]
     outcomes = {name: [] for name in forecasters}
@@ -41,8 +42,19 @@ def errors(pairs):
 @pytest.mark.parametrize("synchronous", [True, False])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_beats_persistence_and_kalman(seed, synchronous):
-    found = judge(seed, synchronous)
+    found = judge(SyntheticRollout(seed, synchronous), candidates(None if synchronous else ReplaceOnReward()))
     for demand in (0, 1):
         best = min(found["persistence"][demand], found["kalman"][demand])
         assert found["lifecycle"][demand] < 0.9 * best, found
         assert found["lifecycle"][demand] < (0.20 if synchronous else 0.08), found
+
+
+def test_returns_from_decode_help_where_turns_are_shorter_than_the_horizon():
+    quick = Kind("quick", 2000, 8, 60, {"python": (0.5, 300)}, 1.0)
+    found = judge(
+        SyntheticRollout(0, synchronous=True, kinds=(quick,)),
+        candidates(None) | {"beyond the paper": LifecycleForecaster(None, 30_000.0, decode_returns=True)},
+    )
+    beyond, paper = found["beyond the paper"], found["lifecycle"]
+    assert beyond[0] < 0.5 * paper[0], found
+    assert beyond[1] < 0.95 * paper[1], found

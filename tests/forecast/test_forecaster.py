@@ -198,6 +198,37 @@ def test_an_unknown_tool_is_taken_to_run_as_long_again():
     assert forecaster.forecast(story.snapshot(100.0), 5.0, ["p0"]).tool == 100
 
 
+def test_returns_from_decode_by_hand():
+    forecaster, story = teller(decode_returns=True)
+    story.tell_all(
+        # In turn 0, eight of ten call a tool and are back 2 s after they began to decode, one after 6 s, one never.
+        *(trajectory(f"past{n}", 100.0 * n, decode=1.5, output=20, tools=(("python", 0.5, 50),)) for n in range(8)),
+        trajectory("slow", 800.0, decode=1.5, output=20, tools=(("python", 4.5, 50),)),
+        trajectory("direct", 900.0),
+        trajectory("x", 995.9, State.DECODE, first=300),  # began at 998
+        trajectory("y", 993.9, State.DECODE, first=700),  # began at 996
+    )
+    made = forecaster.forecast(story.snapshot(1000.0), 3.0, ["p0"])
+    # x: 2 s old. Of the two longer ones none ends before 5 s. y: 4 s old, of two one ends (at 6 s) before 7 s.
+    assert made.from_decode == pytest.approx(0.5 * (700 + 50))
+    assert made.prefill_tokens == pytest.approx(made.from_decode)
+    assert teller()[0].forecast(story.snapshot(1000.0), 3.0, ["p0"]).from_decode == 0.0
+
+
+def test_nothing_returns_from_decode_before_any_turn_was_seen():
+    forecaster, story = teller(decode_returns=True)
+    story.tell_all(trajectory("x", 90.0, State.DECODE))
+    assert forecaster.forecast(story.snapshot(100.0), 10.0, ["p0"]).from_decode == 0.0
+
+
+def test_a_drop_in_a_tool_teaches_nothing_about_returns():
+    forecaster, story = teller(decode_returns=True)
+    story.tell_all(in_tool("a", 1.0, "python"))
+    story.tell(e.Dropped(101.0, "a", "too stale"))
+    story.tell_all(trajectory("x", 90.0, State.DECODE))
+    assert forecaster.forecast(story.snapshot(101.0), 1000.0, ["p0"]).from_decode == 0.0
+
+
 def admission_story(**others):
     """100 tokens/s. p0 is at work until 102, p1 is idle; three requests wait and a tool returns at 103."""
     forecaster, story = teller(**others)
@@ -312,10 +343,11 @@ def test_nothing_live_needs_nothing():
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.integers(0, 1000), st.booleans(), st.floats(1.0, 200.0), st.floats(0.5, 20.0))
-def test_the_parts_add_up_and_the_observed_ones_are_exact(seed, synchronous, time, horizon):
+@given(st.integers(0, 1000), st.booleans(), st.booleans(), st.floats(1.0, 200.0), st.floats(0.5, 20.0))
+def test_the_parts_add_up_and_the_observed_ones_are_exact(seed, synchronous, decode_returns, time, horizon):
     rollout = SyntheticRollout(seed, synchronous, batch=40)
-    forecaster = LifecycleForecaster(None if synchronous else ReplaceOnReward(), 30_000.0)
+    injection = None if synchronous else ReplaceOnReward()
+    forecaster = LifecycleForecaster(injection, 30_000.0, decode_returns=decode_returns)
     rollout.listeners.append(forecaster.observe)
     for tick in np.arange(0.0, time, horizon):
         rollout.run_until(tick)
@@ -335,3 +367,4 @@ def test_the_parts_add_up_and_the_observed_ones_are_exact(seed, synchronous, tim
     assert longer.startup >= made.startup - 1e-6
     assert longer.tool >= made.tool
     assert longer.sampler >= made.sampler - 1e-6
+    assert longer.from_decode >= made.from_decode - 1e-6

@@ -12,8 +12,8 @@ BOUND = 4.0
 class BiasCorrection:
     """The ratio of what arrived to what was predicted, over recent windows.
 
-    It starts from one imagined window that was predicted right, of the size of the first real one. It scales the three
-    PREDICTED parts only (sampler, startup, tool): the observed backlog is exact.
+    It starts from one imagined window that was predicted right, of the size of the first real one. It scales the
+    PREDICTED parts only: the observed backlog is exact.
     """
 
     def __init__(self) -> None:
@@ -28,6 +28,9 @@ class BiasCorrection:
 
     def update(self, predicted: float, arrived: float) -> None:
         """One finished window: tokens that the predicted parts announced, uncorrected, and tokens that arrived."""
+        if not predicted and not arrived:
+            # An idle window teaches nothing, and many of them must not wear away what the busy ones taught.
+            return
         if not self._predicted:
             self._predicted = self._arrived = predicted
         self._predicted = DECAY * self._predicted + predicted

@@ -15,7 +15,7 @@ WINDOW = 512
 
 
 class Durations:
-    """The last `WINDOW` durations of one class, in seconds."""
+    """The last `WINDOW` durations of one class, in seconds; infinite for what never ended."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=WINDOW)
@@ -47,7 +47,7 @@ class Running:
         sizes = [len(durations) for durations in classes]
         self._begin = np.concatenate(([0], np.cumsum(sizes)))[which]
         samples = np.concatenate([durations.ascending() for durations in classes])
-        self._sums = np.concatenate(([0.0], np.cumsum(samples)))
+        self._sums = np.concatenate(([0.0], np.cumsum(np.where(np.isfinite(samples), samples, 0.0))))
         # Complex numbers are ordered by real part, then imaginary part: one search covers the samples of all classes.
         self._samples = _keys(np.repeat(np.arange(len(sizes)), sizes), samples)
         self._past = np.searchsorted(self._samples, _keys(which, elapsed), side="right")

@@ -27,15 +27,17 @@ class Forecast:
     inflight: float
     """Observed: requests in PREFILL (Eq. 12)."""
     bias: float
-    """Multiplies the three predicted parts (B.8)."""
+    """Multiplies the predicted parts (B.8)."""
     prefill_tokens: float
-    """W (Eq. 15): ready + inflight + bias * (sampler + startup + tool)."""
+    """W (Eq. 15): backlog + bias * predicted."""
     admitted_tokens: float
     """A_dec (Eq. 14): prompt tokens of the requests that finish their prefill within the horizon."""
     admitted_kv: float
     """K_dec (Eq. 14): KV-cache footprint of those requests at their admission."""
     decode_kv: float
     """K_now: KV-cache footprint of the requests in DECODE."""
+    from_decode: float = 0.0
+    """Predicted requests of trajectories that decode now, uncorrected; not in the paper, 0 without `decode_returns`."""
     admission_bias: float = 1.0
     """Multiplies what the predicted requests add to `admitted_tokens` and `admitted_kv`."""
     admitted_backlog: float = 0.0
@@ -44,7 +46,7 @@ class Forecast:
     @property
     def predicted(self) -> float:
         """The predicted parts together, uncorrected."""
-        return self.sampler + self.startup + self.tool
+        return self.sampler + self.startup + self.tool + self.from_decode
 
     @property
     def backlog(self) -> float:

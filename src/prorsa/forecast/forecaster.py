@@ -21,6 +21,7 @@ from prorsa.forecast.forecast import Forecast
 from prorsa.forecast.injection import Injection
 from prorsa.forecast.lengths import PromptLengths
 from prorsa.forecast.measure import Measured, WindowMeter
+from prorsa.forecast.returns import DecodeReturns, never
 from prorsa.forecast.tools import ToolDurations
 from prorsa.lifecycle import events as e
 from prorsa.lifecycle.events import SandboxMode
@@ -64,12 +65,14 @@ class LifecycleForecaster:
         injection: Injection | None,
         prefill_tokens_per_s: float,
         kv_footprint: Callable[[Floats], Floats] = lambda tokens: tokens,
+        decode_returns: bool = False,
     ) -> None:
         """`injection` is the sampler's rule f; None in synchronous rollout, which launches nothing during a step.
 
         `prefill_tokens_per_s` is the profiled speed of one prefill instance, in full-prompt tokens/s; it stands until
         prefills were observed. `kv_footprint` is kappa: prompt lengths -> KV-cache footprints, in the unit of the decode
-        capacity (default: tokens).
+        capacity (default: tokens). `decode_returns` adds a source that the paper leaves out, see `forecast/returns.py`;
+        it pays where a turn and its tool call are short beside the horizon.
         """
         self._injection = injection
         self._kv_footprint = kv_footprint
@@ -77,6 +80,7 @@ class LifecycleForecaster:
         self._startups: Backoff[Durations] = Backoff(Durations, widest=1)
         self._delays = Durations()
         self._tools = ToolDurations()
+        self._returns = DecodeReturns() if decode_returns else None
         self._lengths = PromptLengths()
         self._admission = Ema(FORGET, value=1.0)
         self._prewarmed_delay = Ema(FORGET)
@@ -103,6 +107,8 @@ class LifecycleForecaster:
         self._meter.observe(transition)
         if self._injection is not None:
             self._injection.observe(transition)
+        if self._returns is not None:
+            self._returns.observe(transition)
         event = transition.event
         if isinstance(event, e.Ready):
             if transition.before is State.TOOL:
@@ -157,13 +163,15 @@ class LifecycleForecaster:
         sampler = self._sampler(snapshot, rows[State.REWARD], horizon)
         startup = self._startup(snapshot, rows[State.SAMPLED], rows[State.SANDBOX_STARTING], horizon)
         tool = self._tool(snapshot, rows[State.TOOL], horizon)
+        from_decode = self._from_decode(snapshot, rows[State.DECODE], horizon)
+        sources = sampler, startup, tool, from_decode
+        predicted = Arrivals(*(np.concatenate(columns) for columns in zip(*sources, strict=True)))
         ready, inflight = rows[State.READY], rows[State.PREFILL]
         bias = self._correction.bias
-        predicted = Arrivals(*(np.concatenate(columns) for columns in zip(sampler, startup, tool, strict=True)))
         observed, foretold = self._admissions(
             snapshot, ready, inflight, predicted._replace(weight=bias * predicted.weight), horizon, prefill_instances
         )
-        parts = sampler.volume(), startup.volume(), tool.volume()
+        parts = [source.volume() for source in sources]
         backlog = float(tokens[ready].sum()), float(tokens[inflight].sum())
         admission_bias = self._admission_correction.bias
         return Forecast(
@@ -179,6 +187,7 @@ class LifecycleForecaster:
             admitted_tokens=observed.tokens + admission_bias * foretold.tokens,
             admitted_kv=observed.kv + admission_bias * foretold.kv,
             decode_kv=float(self._kv_footprint(tokens[rows[State.DECODE]].astype(np.float64)).sum()),
+            from_decode=parts[3],
             admission_bias=admission_bias,
             admitted_backlog=observed.tokens,
         )
@@ -252,6 +261,19 @@ class LifecycleForecaster:
         tokens = snapshot.tokens[rows] + np.array([appended.value for appended in results])[result]
         returning = residual < horizon
         return Arrivals(snapshot.time + residual[returning], np.ones(np.count_nonzero(returning)), tokens[returning])
+
+    def _from_decode(self, snapshot: Snapshot, rows: NDArray[np.intp], horizon: float) -> Arrivals:
+        """The next requests of trajectories in DECODE. What those still decode is left out of the length, as in B.7."""
+        if self._returns is None:
+            return _NOTHING
+        tasks, task, find = snapshot.names.tasks, snapshot.task[rows], self._returns.find
+        classes, which = resolve(
+            [task, snapshot.turn[rows]], lambda task, turn: find(tasks[task], turn), unknown=never()
+        )
+        running = Running(classes, which, _elapsed(snapshot, rows))
+        appended = np.array([self._lengths.appended_by_any(name) for name in tasks] or [0.0])
+        arrival = snapshot.time + running.residual(horizon)
+        return Arrivals(arrival, running.ends_within(horizon), snapshot.tokens[rows] + appended[task])
 
     def _admissions(
         self,

@@ -30,3 +30,8 @@ class PromptLengths:
     def appended(self, task: str, tool: str) -> Ema | None:
         """The mean of what a result of the tool appends; None until any tool has returned."""
         return self._appended.find((task, tool))
+
+    def appended_by_any(self, task: str) -> float:
+        """What the result of whichever tool is called next appends."""
+        found = self._appended.find((task,))
+        return found.value if found else 0.0
