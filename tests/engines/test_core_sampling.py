@@ -76,13 +76,23 @@ def test_seeded_rows_differ_by_seed_and_by_position() -> None:
     assert len(set(sample(flat.copy(), same, list(range(400)), rng)[0])) > 300
 
 
-def test_counter_uniform_is_uniform_along_both_axes() -> None:
+def test_counter_uniform_is_uniform_along_all_axes() -> None:
     line, zeros = np.arange(20_000, dtype=np.uint64), np.zeros(20_000, np.uint64)
-    for points in (counter_uniform(line, zeros), counter_uniform(zeros, line)):
-        assert 0 <= points.min() <= points.max() < 1
+    by_seed, by_counter = counter_uniform(line, zeros, 1)[:, 0], counter_uniform(zeros, line, 1)[:, 0]
+    by_column = counter_uniform(zeros[:1], zeros[:1], 20_000)[0]
+    for points in (by_seed, by_counter, by_column):
+        assert 0 < points.min() <= points.max() < 1
         counts = np.bincount((points * 20).astype(int), minlength=20)
         assert ((counts - 1000) ** 2 / 1000).sum() < 43.8  # chi-square, 19 degrees of freedom, p = 0.001
         assert abs(np.corrcoef(points[:-1], points[1:])[0, 1]) < 0.03
+
+
+def test_rounding_in_the_logits_does_not_change_a_seeded_token() -> None:
+    rng = np.random.default_rng(5)
+    logits = rng.normal(size=(5000, 500)).astype(np.float32)
+    rounded = logits * (1 + rng.normal(0, 2e-7, logits.shape)).astype(np.float32)
+    params, positions = [SamplingParams(1, 1.0, seed=9)] * 5000, list(range(5000))
+    assert sample(logits, params, positions, rng)[0] == sample(rounded, params, positions, rng)[0]
 
 
 def test_a_token_of_no_probability_is_never_drawn() -> None:
