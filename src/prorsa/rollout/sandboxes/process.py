@@ -71,7 +71,7 @@ class Worker:
         self.ended = asyncio.Event()
         """Set once the process is reaped and the directory is gone."""
         self._living = living
-        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
         try:
             self.process, self._pidfd, self._wire = _launch(self.home, limits)
         except OSError:
@@ -85,6 +85,8 @@ class Worker:
         try:
             async with self._bound(START_TIMEOUT):
                 self._reader, self._writer = await asyncio.open_unix_connection(sock=self._wire)
+                if self.ended.is_set():
+                    self._writer.close()
                 verdict, *words = (await self._receive()).split()
         except TimeoutError:
             raise SandboxError(f"a sandbox did not start within {START_TIMEOUT:g} s") from None
@@ -98,6 +100,7 @@ class Worker:
         """Raises `TimeoutError` or `WorkerEnded`; the process is dead then, as it is after a cancellation."""
         data = code.encode("utf-8", "replace")
         async with self._bound(self.limits.timeout):
+            assert self._writer is not None
             self._writer.write(len(data).to_bytes(4, "big") + data)
             await self._writer.drain()
             result = await self._receive()
@@ -126,7 +129,6 @@ class Worker:
             raise
 
     async def _receive(self) -> str:
-        assert self._reader is not None
         length = int.from_bytes(await self._reader.readexactly(4), "big")
         # Two texts of `output_chars`, four bytes a character, and their notes. Only a forged frame is longer.
         if length > 8 * self.limits.output_chars + 1024:
@@ -137,9 +139,8 @@ class Worker:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
         self.process.wait()
-        if self._reader is None:
-            self._wire.close()
-        else:
+        # A socket that is only just being connected is not ours to close yet: `lock_in` does.
+        if self._writer is not None:
             self._writer.close()
         self._living.discard(self)
         try:
