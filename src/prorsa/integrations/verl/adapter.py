@@ -1,4 +1,4 @@
-"""verl's weight adapter for `rollout.name=prorsa`, held by the trainer worker (`sync`) or a rollout worker (`separate_async`)."""
+"""verl's weight adapter: a trainer worker holds it in `sync`, a rollout worker in `separate_async`."""
 
 from __future__ import annotations
 

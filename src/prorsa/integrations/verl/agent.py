@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 

@@ -7,9 +7,11 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -61,18 +63,15 @@ class Summary:
 
 
 async def train(config: Config, run_dir: Path, on_step: Callable[[StepRecord], None] = lambda _: None) -> Summary:
-    """Train as `config` says and write the run directory, `train.log` and `verl.jsonl` (verl's own metrics) included.
+    """Train as `config` says and write `run_dir`, `train.log` and `verl.jsonl` (verl's own metrics) included.
 
     Whatever ends it, also a cancellation or a SIGKILL of this process, no process, socket or temporary file is left.
-    Raises `TrainingFailed` or `loaded.NotLoaded`.
+    Raises `ConfigError`, `TrainingFailed` or `loaded.NotLoaded`.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="prorsa-", dir=_short_tmp(), ignore_cleanup_errors=True) as work_dir:
-        settings = Settings(str(run_dir.resolve()), work_dir)
-        config = complete(config)
-        lay_out(config, settings)
+    config = complete(config)
+    steps: list[StepRecord] = []
+    with laid_out(config, run_dir) as settings:
         supervisor = await start_trainer(config, settings)
-        steps: list[StepRecord] = []
         try:
             async for step in follow(config, settings, supervisor):
                 loaded.require(settings, loaded.expected(config.train.mode))
@@ -102,8 +101,18 @@ def complete(config: Config) -> Config:
     return config.model_copy(update={"model": model, "rollout": config.rollout.model_copy(update={"mode": mode})})
 
 
+@contextmanager
+def laid_out(config: Config, run_dir: Path) -> Iterator[Settings]:
+    """Every file that the trainer's processes read; what is not of the run directory is gone afterwards."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    # The supervisor removes it first, so that it goes even where this process is killed.
+    with TemporaryDirectory(prefix="prorsa-", dir=_short_tmp(), ignore_cleanup_errors=True) as work_dir:
+        settings = Settings(str(run_dir.resolve()), work_dir)
+        lay_out(config, settings)
+        yield settings
+
+
 def lay_out(config: Config, settings: Settings) -> None:
-    """Write every file that the trainer's processes read."""
     task = build_task(config)
     tmp_dir(settings).mkdir()
     settings.config_path.write_text(dump_config(config))
@@ -155,20 +164,30 @@ async def follow(
 ) -> AsyncIterator[StepRecord]:
     """Each step as verl logs it, until the trainer has ended."""
     ended = asyncio.create_task(supervisor.wait())
-    path, position = metrics_file(settings), 0
-    while True:
+    lines = NewLines(metrics_file(settings))
+    done: set[asyncio.Task[int]] = set()
+    while not done:
         done, _ = await asyncio.wait([ended], timeout=LOOK_SECONDS)
-        if path.exists():
-            with open(path, "rb") as file:
-                file.seek(position)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    position += len(line)
-                    for step in read_steps(json.loads(line), config, asyncio.get_running_loop().time()):
-                        yield step
-        if done:
-            return
+        for line in lines.read():
+            for step in read_steps(json.loads(line), config, asyncio.get_running_loop().time()):
+                yield step
+
+
+class NewLines:
+    """The whole lines that a file has got since it was last read; it need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+
+    def read(self) -> list[bytes]:
+        if not self._path.exists():
+            return []
+        with open(self._path, "rb") as file:
+            file.seek(self._position)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._position += len(whole) + len(newline)
+        return whole.splitlines()
 
 
 def read_steps(line: dict[str, Any], config: Config, time: float) -> list[StepRecord]:

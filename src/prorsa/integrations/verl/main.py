@@ -1,4 +1,4 @@
-"""verl's trainer, after a look at what `import verl` has loaded: `python -m prorsa.integrations.verl.main HYDRA_OVERRIDES`."""
+"""verl's trainer, after a look at what `import verl` has loaded; the arguments are Hydra overrides."""
 
 from __future__ import annotations
 

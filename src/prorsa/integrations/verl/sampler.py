@@ -17,8 +17,8 @@ from prorsa.integrations.verl.settings import Settings
 POLL_SECONDS = 0.1
 
 
-class _Quick:
-    """What both have of their own; the first base of each."""
+class _Quick(ReplayBuffer):  # type: ignore[misc]
+    """What both have of their own."""
 
     def __init__(self, sampler_kwargs: Any, **kwargs: Any) -> None:
         super().__init__(sampler_kwargs=sampler_kwargs, **kwargs, poll_interval=POLL_SECONDS)
@@ -27,7 +27,7 @@ class _Quick:
         mark(settings, "sampler")
 
     def _materialize_batch(self, partition_id: str, selected_prompt_uids: list[str], snapshot: Any) -> Any:
-        batch = super()._materialize_batch(partition_id, selected_prompt_uids, snapshot)  # type: ignore[misc]
+        batch = super()._materialize_batch(partition_id, selected_prompt_uids, snapshot)
         lengths = [tag["seq_len"] for tag in batch.tags]
         batch.reorder(training_order(batch.keys, lengths, selected_prompt_uids, self._mini_batch_groups))
         return batch
@@ -44,7 +44,7 @@ def training_order(
     return sorted(range(len(keys)), key=lambda i: (place[keys[i].split("_")[0]], lengths[i]))
 
 
-class PromptReplayBuffer(_Quick, ReplayBuffer):  # type: ignore[misc]
+class PromptReplayBuffer(_Quick):
     """Of the sync trainer."""
 
 

@@ -41,8 +41,8 @@ def main(log: str, work_dir: str, command: list[str]) -> int:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            # If this process is killed, so is the command, and what it has started notices.
-            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+            # If this process is killed, so is the command, and what it has started notices. There is one thread here.
+            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509
         )
     try:
         code = _wait(child)
