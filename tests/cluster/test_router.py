@@ -329,6 +329,17 @@ async def test_a_silent_instance_is_given_up_for_another(side: str) -> None:
     cluster.check_nothing_left()
 
 
+@pytest.mark.parametrize("start", [1e-16 * 3**power for power in range(30)])
+@in_virtual_time
+async def test_a_stall_is_noticed_whatever_the_rounding_of_its_deadline(start: float) -> None:
+    """Starts for which start + 20 - start is 20, less and more."""
+    await asyncio.sleep(start)
+    cluster = Cluster("PD", Limits(stall_timeout=20.0, max_failures=0))
+    cluster.engines["d0"].hung = True
+    with pytest.raises(TurnFailed, match="nothing came"):
+        await cluster.generate(ask())
+
+
 @in_virtual_time
 async def test_a_busy_engine_is_left_alone_for_a_while() -> None:
     """Five refusals at 0.05 s, doubling: the sixth attempt starts 0.05 + 0.1 + 0.2 + 0.4 + 0.8 s later."""

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from prorsa.simulation.clock import Deadlock, run
+from prorsa.simulation import clock
+from prorsa.simulation.clock import Deadlock, Livelock, run
 
 
 def test_time_jumps_to_the_next_timer() -> None:
@@ -49,7 +50,9 @@ def test_a_deadlock_says_who_waits_where() -> None:
     async def main() -> None:
         await asyncio.create_task(wait_for_ever(), name="the sleeper")
 
-    with pytest.raises(Deadlock, match=r"(?s)2 tasks wait .*the sleeper: File .*test_clock.py.* in wait_for_ever"):
+    with pytest.raises(
+        Deadlock, match=r"(?s)no timer is set; 2 tasks:.*the sleeper: File .*test_clock.py.* in wait_for_ever"
+    ):
         run(main())
 
 
@@ -63,3 +66,15 @@ def test_equal_deadlines_are_due_together_and_near_ones_are_not() -> None:
         return fired
 
     assert run(main()) == [0.3, 0.1 + 0.2, 0.3 + 2e-10]
+
+
+def test_a_livelock_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "MAX_ROUNDS", 1000)
+
+    async def main() -> None:
+        await asyncio.sleep(2.0)
+        while True:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+    with pytest.raises(Livelock, match=r"time stands at 2\.0 s"):
+        run(main())

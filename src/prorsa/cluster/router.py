@@ -240,7 +240,7 @@ class Router:
     def _check_stall(self) -> None:
         """Nothing is in service and nothing could be placed for too long: the queue fails rather than hang."""
         self._stall_check = None
-        stalled = self._now - self._moved_at >= self._limits.stall_timeout
+        stalled = self._now >= self._moved_at + self._limits.stall_timeout
         if stalled and not self._live and not self._paused:
             states = ", ".join(f"{i.name} {i.role} {i.state}" for i in self._fleet)
             for turn, place in self._ready.items():
@@ -362,11 +362,12 @@ class Router:
 
     async def _until_verdict(self, attempt: Attempt) -> None:
         while not attempt.verdict.done():
-            silence = self._now - attempt.progressed_at
-            if silence >= self._limits.stall_timeout:
-                attempt.end(End.FAILED, f"nothing came for {silence:.1f} s")
+            # By its deadline, not by how long it was silent: the rest of a silence can be too short to move the clock.
+            deadline = attempt.progressed_at + self._limits.stall_timeout
+            if self._now >= deadline:
+                attempt.end(End.FAILED, f"nothing came for {self._limits.stall_timeout} s")
                 self._blame(attempt)
-            await asyncio.wait({attempt.verdict}, timeout=self._limits.stall_timeout - silence)
+            await asyncio.wait({attempt.verdict}, timeout=deadline - self._now)
 
     async def _close_legs(self, attempt: Attempt, legs: dict[asyncio.Task[None], Instance]) -> None:
         """Let a finished attempt's prefill leg end; abort the legs of any other and take its last tokens, within a bound."""

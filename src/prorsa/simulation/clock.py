@@ -21,12 +21,21 @@ class Deadlock(Exception):
     """Every task waits for another and no timer is set; the message says who waits where."""
 
 
+class Livelock(Exception):
+    """The loop keeps running tasks and time does not move."""
+
+
+MAX_ROUNDS = 1_000_000
+"""Rounds of the loop at one moment of virtual time; a round runs every task that is ready."""
+
+
 class VirtualTimeLoop(asyncio.BaseEventLoop):
     """Time starts at 0 and moves only while every task waits."""
 
     def __init__(self) -> None:
         super().__init__()
         self._now = 0.0
+        self._rounds = 0
         # BaseEventLoop asks its selector to wait for the next timer, or for ever (None) where there is none.
         self._selector = self
 
@@ -35,8 +44,13 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def select(self, timeout: float | None) -> list[Any]:
         if timeout is None:
-            raise Deadlock(_waiting(asyncio.all_tasks(self)))
+            raise Deadlock(f"no timer is set; {_waiting(asyncio.all_tasks(self))}")
+        self._rounds += 1
+        if self._rounds > MAX_ROUNDS:
+            self._rounds = 0
+            raise Livelock(f"time stands at {self._now} s for {MAX_ROUNDS} rounds; {_waiting(asyncio.all_tasks(self))}")
         if timeout > 0:
+            self._rounds = 0
             # Not `now + timeout`: its rounding could fall an ulp short of the deadline.
             self._now = self._scheduled[0].when()  # type: ignore[attr-defined]
             # Timers are due up to this much early: exactly those of now, however large the time has grown.
@@ -57,7 +71,7 @@ def run(main: Coroutine[Any, Any, T], debug: bool | None = None) -> T:
 
 
 def _waiting(tasks: set[asyncio.Task[Any]]) -> str:
-    lines = [f"{len(tasks)} tasks wait and no timer is set:"]
+    lines = [f"{len(tasks)} tasks:"]
     for task in sorted(tasks, key=lambda task: task.get_name()):
         stack = task.get_stack(limit=1)
         where = traceback.format_list(traceback.extract_stack(stack[0], limit=1))[0].strip() if stack else "not started"

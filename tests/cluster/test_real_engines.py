@@ -1,0 +1,140 @@
+"""The control plane over real engine processes: whatever happens to these, greedy tokens are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cluster_bench import Keep
+
+from prorsa.allocation import Allocation, PrefillSpeed
+from prorsa.cluster.control import ControlPlane
+from prorsa.cluster.instances import InstanceState
+from prorsa.cluster.manager import HealthLimits
+from prorsa.cluster.turns import TurnRequest, TurnResult
+from prorsa.engines.launcher import EmbeddedLauncher
+from prorsa.engines.protocol import Role, SamplingParams
+from prorsa.forecast import LifecycleForecaster
+from prorsa.lifecycle.events import Done, RewardStarted, Sampled
+
+TRAJECTORIES, BUDGET = 16, 150
+ROLES = [Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE]
+
+
+@asynccontextmanager
+async def cluster(checkpoint: Path, log_dir: Path) -> AsyncIterator[tuple[ControlPlane, EmbeddedLauncher]]:
+    launcher = EmbeddedLauncher(
+        str(checkpoint),
+        kv_tokens=4096,
+        block_tokens=16,
+        prefill_chunk=256,
+        max_running=16,
+        max_waiting=64,
+        kv_store_tokens=16384,
+        log_dir=log_dir,
+    )
+    try:
+        engines = await asyncio.gather(*(launcher.start(f"e{i}", role) for i, role in enumerate(ROLES)))
+        control = ControlPlane(
+            engines,
+            forecaster=LifecycleForecaster(None, 1000.0),
+            policy=Keep(),
+            speed=PrefillSpeed(1000.0),
+            horizon=0.5,
+            restarter=launcher,
+            health_limits=HealthLimits(interval=0.3),
+        )
+        await control.start()
+        try:
+            yield control, launcher
+        finally:
+            await control.stop()
+    finally:
+        await launcher.close()
+
+
+async def trajectory(control: ControlPlane, number: int) -> TurnResult:
+    now, name = asyncio.get_running_loop().time, f"t{number}"
+    prompt = tuple(int(token) for token in np.random.default_rng(number).integers(1, 300, 20 + 5 * number))
+    await control.record(Sampled(now(), name, group="g", task="t"))
+    result = await control.generate(TurnRequest(name, 0, prompt, SamplingParams(BUDGET, 0.0)))
+    await control.record(RewardStarted(now(), name, len(prompt) + len(result.token_ids)))
+    await control.record(Done(now(), name, 1.0, True))
+    return result
+
+
+async def generated(control: ControlPlane, share: float) -> None:
+    """Wait until this share of all output has been generated; output is the only signal of progress there is."""
+    async with asyncio.timeout(60.0):
+        while control.status().output_tokens < share * TRAJECTORIES * BUDGET:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+async def in_service(control: ControlPlane) -> None:
+    async with asyncio.timeout(60.0):
+        while any(i.state is not InstanceState.ROUTED for i in control.fleet):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+Disturbance = Callable[[ControlPlane, EmbeddedLauncher], Awaitable[None]]
+
+
+async def undisturbed(control: ControlPlane, launcher: EmbeddedLauncher) -> None:
+    await generated(control, 1.0)
+    assert control.status().resends == 0
+
+
+async def flips(control: ControlPlane, launcher: EmbeddedLauncher) -> None:
+    for share, target in ((0.1, Allocation(3, 1)), (0.3, Allocation(1, 3)), (0.5, Allocation(2, 2))):
+        await generated(control, share)
+        await control.switcher.apply(target)
+        assert control.fleet.in_service == target
+    assert [flip.failure for flip in control.flips] == [None] * 4
+
+
+async def deaths(control: ControlPlane, launcher: EmbeddedLauncher) -> None:
+    for share, role in ((0.1, Role.DECODE), (0.4, Role.PREFILL)):
+        await generated(control, share)
+        victim = max(control.fleet.pool(role), key=lambda instance: instance.load)
+        os.kill(launcher.pid(victim.name), signal.SIGKILL)
+        async with asyncio.timeout(60.0):
+            while victim.state is InstanceState.ROUTED:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    await in_service(control)
+
+
+async def weight_updates(control: ControlPlane, launcher: EmbeddedLauncher) -> None:
+    path = (await control.fleet["e0"].engine.info()).model_path
+    for share, version in ((0.2, 1), (0.5, 2)):
+        await generated(control, share)
+        await control.update_weights(path, version)
+        assert control.version == version
+
+
+@pytest.mark.engine
+def test_nothing_that_happens_to_engines_changes_a_token(checkpoint: Path, tmp_path: Path) -> None:
+    async def tokens(disturb: Disturbance) -> list[tuple[int, ...]]:
+        async with cluster(checkpoint, tmp_path) as (control, launcher):
+            turns = [asyncio.create_task(trajectory(control, number)) for number in range(TRAJECTORIES)]
+            await disturb(control, launcher)
+            results = await asyncio.gather(*turns)
+            for result in results:
+                assert len(result.token_ids) == len(result.logprobs) == len(result.versions) == BUDGET
+            if disturb is not undisturbed:
+                assert control.status().resends > 0
+            loads = [await instance.engine.load() for instance in control.fleet]
+            assert [(load.running, load.waiting, load.used_tokens) for load in loads] == [(0, 0, 0)] * len(loads)
+            return [result.token_ids for result in results]
+
+    async def main() -> None:
+        expected = await tokens(undisturbed)
+        for disturb in (flips, deaths, weight_updates):
+            assert await tokens(disturb) == expected, disturb.__name__
+
+    asyncio.run(main())
