@@ -4,7 +4,7 @@
 
 The trajectories are in a realistic mix of states (four tasks, twelve tools, 200 images, 64 instances, up to 4 turns), and
 the forecaster has learnt its statistics from the events that brought them there. Between two decisions sixty more
-trajectories come and go.
+trajectories come and go. Every source is on, the one beyond the paper's (`decode_returns`) too.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class History:
     def __init__(self, live: int, seed: int = 0) -> None:
         self.random = np.random.default_rng(seed)
         self.tracker = Tracker()
-        self.forecaster = LifecycleForecaster(GroupReplenishment(GROUP), prefill_tokens_per_s=TOKENS_PER_S)
+        self.forecaster = LifecycleForecaster(
+            GroupReplenishment(GROUP), prefill_tokens_per_s=TOKENS_PER_S, decode_returns=True
+        )
         self.events = 0
         self.seconds = {"tracker": 0.0, "learning": 0.0}
         states = self.random.choice([int(state) for state in MIX], size=live, p=list(MIX.values()))

@@ -35,7 +35,7 @@ def test_a_class_speaks_for_itself_once_it_has_enough_samples():
     assert backoff.find(("coding", "bash", 0)) is backoff.find(("coding",))
     backoff.add(("coding", "bash", 5), 3.0)
     assert backoff.find(("coding", "bash", 0)).value == pytest.approx(3.0)
-    assert len(backoff.find(("coding", "bash", 0))) == MIN_SAMPLES
+    assert backoff.find(("coding", "bash", 0)).count == MIN_SAMPLES
     assert backoff.find(("general", "search", 2)) is backoff.find(())
 
 

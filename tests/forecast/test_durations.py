@@ -36,7 +36,7 @@ def test_equation_2_by_hand(elapsed, horizon, probability):
 
 def test_residual_is_the_mean_of_the_samples_that_end_in_time():
     # At 3.5 the next 3 s hold the samples 4, 5 and 6: 0.5, 1.5 and 2.5 s away.
-    assert running([range(1, 11)], [0], [3.5]).residual(3.0) == pytest.approx([1.5])
+    assert running([range(1, 11)], [0], [3.5]).arrivals_within(3.0)[1] == pytest.approx([1.5])
 
 
 def test_beyond_the_evidence_it_doubles_its_age_as_likely_as_not():
@@ -45,13 +45,13 @@ def test_beyond_the_evidence_it_doubles_its_age_as_likely_as_not():
         assert operation.ends_within(6.0) == pytest.approx([0.5])
         assert operation.ends_within(18.0) == pytest.approx([0.75])
         # Half of the 0.5 that end within 6 s do so within r with r / (6 + r) = 0.25.
-        assert operation.residual(6.0) == pytest.approx([2.0])
+        assert operation.arrivals_within(6.0)[1] == pytest.approx([2.0])
 
 
 def test_infinite_samples_are_those_that_never_end():
     two = running([[1.0, math.inf, math.inf], [1.0, 3.0]], [0, 0, 1], [0.0, 1.0, 0.0])
     assert two.ends_within(1e6) == pytest.approx([1 / 3, 0, 1])
-    assert two.residual(1e6) == pytest.approx([1.0, 1e6, 2.0])
+    assert two.arrivals_within(1e6)[1] == pytest.approx([1.0, 1e6, 2.0])
 
 
 def test_nothing_ends_within_no_time():
@@ -62,7 +62,7 @@ def test_old_samples_are_forgotten():
     durations = Durations()
     for sample in [1.0] * WINDOW + [2.0] * WINDOW:
         durations.add(sample)
-    assert len(durations) == WINDOW
+    assert durations.count == WINDOW
     assert set(durations.ascending()) == {2.0}
 
 
@@ -74,9 +74,9 @@ def test_old_samples_are_forgotten():
 def test_equals_counting_one_by_one(samples, operations, horizon):
     operations = [(cls % len(samples), elapsed) for cls, elapsed in operations]
     asked = running(samples, [cls for cls, _ in operations], [elapsed for _, elapsed in operations])
-    for (cls, elapsed), probability, residual in zip(
-        operations, asked.ends_within(horizon), asked.residual(horizon), strict=True
-    ):
+    probabilities, residuals = asked.arrivals_within(horizon)
+    assert probabilities.tolist() == asked.ends_within(horizon).tolist()
+    for (cls, elapsed), probability, residual in zip(operations, probabilities, residuals, strict=True):
         longer = [sample for sample in samples[cls] if sample > elapsed]
         ending = [sample for sample in longer if sample < elapsed + horizon]
         if longer:

@@ -18,8 +18,12 @@ MIN_SAMPLES = 8
 
 
 class Statistic(Protocol):
+    @property
+    def count(self) -> int:
+        """Values that it rests on."""
+        ...
+
     def add(self, value: float) -> None: ...
-    def __len__(self) -> int: ...
 
 
 S = TypeVar("S", bound=Statistic)
@@ -44,7 +48,7 @@ class Backoff(Generic[S]):
         """The statistic of the longest prefix with `MIN_SAMPLES`, else of the widest class; None where that is empty too."""
         for length in range(len(key), self._widest, -1):
             found = self._classes.get(key[:length])
-            if found is not None and len(found) >= MIN_SAMPLES:
+            if found is not None and found.count >= MIN_SAMPLES:
                 return found
         return self._classes.get(key[: self._widest])
 
@@ -53,20 +57,17 @@ class Ema:
     """Exponential moving average (Eq. 9). The paper does not say how it starts: with the plain mean of the first 1/alpha
     values, after which every value has weight alpha."""
 
-    __slots__ = ("_alpha", "_count", "value")
+    __slots__ = ("_alpha", "count", "value")
 
     def __init__(self, alpha: float, value: float = 0.0) -> None:
         """`value` stands until the first value was added, and has no weight from then on."""
         self._alpha = alpha
-        self._count = 0
+        self.count = 0
         self.value = value
 
     def add(self, value: float) -> None:
-        self._count += 1
-        self.value += max(self._alpha, 1.0 / self._count) * (value - self.value)
-
-    def __len__(self) -> int:
-        return self._count
+        self.count += 1
+        self.value += max(self._alpha, 1.0 / self.count) * (value - self.value)
 
 
 def load_bucket(concurrency: int) -> int:

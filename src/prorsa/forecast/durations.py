@@ -20,13 +20,12 @@ class Durations:
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self._sorted: Floats | None = None
+        self.count = 0
 
     def add(self, value: float) -> None:
         self._recent.append(value)
         self._sorted = None
-
-    def __len__(self) -> int:
-        return len(self._recent)
+        self.count = len(self._recent)
 
     def ascending(self) -> Floats:
         if self._sorted is None:
@@ -44,7 +43,7 @@ class Running:
     def __init__(self, classes: Sequence[Durations], which: NDArray[np.intp], elapsed: Floats) -> None:
         self._elapsed = elapsed
         self._which = which
-        sizes = [len(durations) for durations in classes]
+        sizes = [durations.count for durations in classes]
         self._begin = np.concatenate(([0], np.cumsum(sizes)))[which]
         samples = np.concatenate([durations.ascending() for durations in classes])
         self._sums = np.concatenate(([0.0], np.cumsum(np.where(np.isfinite(samples), samples, 0.0))))
@@ -57,19 +56,24 @@ class Running:
 
     def ends_within(self, horizon: float) -> Floats:
         """Pr(T < e + h | T > e) for each operation, in [0, 1]."""
-        beyond = horizon / np.maximum(self._elapsed + horizon, _TINY)
-        return np.where(self._longer > 0, self._ending(horizon) / np.maximum(self._longer, 1), beyond)
+        return self._probability(self._ending(horizon), horizon)
 
-    def residual(self, horizon: float) -> Floats:
-        """Seconds until each ends, given that it does within the horizon: the mean over the samples that end there.
+    def arrivals_within(self, horizon: float) -> tuple[Floats, Floats]:
+        """(`ends_within`, seconds until the end given that it comes within the horizon) for each operation.
 
-        Beyond the evidence: the median under the scale-free rule. Where no sample ends within the horizon: the horizon.
+        The second is the mean over the samples that end there; beyond the evidence the median under the scale-free rule;
+        where no sample ends there the horizon.
         """
         ending = self._ending(horizon)
         total = self._sums[self._past + ending] - self._sums[self._past]
         mean = np.clip(total / np.maximum(ending, 1) - self._elapsed, 0.0, horizon)
         beyond = self._elapsed * horizon / np.maximum(2 * self._elapsed + horizon, _TINY)
-        return np.where(self._longer > 0, np.where(ending > 0, mean, horizon), beyond)
+        residual = np.where(self._longer > 0, np.where(ending > 0, mean, horizon), beyond)
+        return self._probability(ending, horizon), residual
+
+    def _probability(self, ending: NDArray[np.intp], horizon: float) -> Floats:
+        beyond = horizon / np.maximum(self._elapsed + horizon, _TINY)
+        return np.where(self._longer > 0, ending / np.maximum(self._longer, 1), beyond)
 
     def _ending(self, horizon: float) -> NDArray[np.intp]:
         """How many samples of the class are > e and < e + h."""

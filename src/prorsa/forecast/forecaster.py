@@ -101,7 +101,7 @@ class LifecycleForecaster:
 
         Where no start was ever a prewarm hit it is the mean over all starts; 0 until one was seen.
         """
-        return self._prewarmed_delay.value if len(self._prewarmed_delay) else self._any_delay.value
+        return self._prewarmed_delay.value if self._prewarmed_delay.count else self._any_delay.value
 
     def observe(self, transition: Transition) -> None:
         self._meter.observe(transition)
@@ -234,8 +234,8 @@ class LifecycleForecaster:
 
         columns = [mode, snapshot.image[rows], snapshot.node_class[rows], load]
         running = Running(*resolve(columns, find, unknown=Durations()), _elapsed(snapshot, rows))
-        arrival = snapshot.time + running.residual(horizon)
-        return Arrivals(arrival, running.ends_within(horizon), self._first_prompts(snapshot, rows))
+        probability, residual = running.arrivals_within(horizon)
+        return Arrivals(snapshot.time + residual, probability, self._first_prompts(snapshot, rows))
 
     def _first_prompts(self, snapshot: Snapshot, rows: NDArray[np.intp]) -> Floats:
         """x_k: the first prompt's length where it is known, else what its task leads to expect."""
@@ -272,8 +272,8 @@ class LifecycleForecaster:
         )
         running = Running(classes, which, _elapsed(snapshot, rows))
         appended = np.array([self._lengths.appended_by_any(name) for name in tasks] or [0.0])
-        arrival = snapshot.time + running.residual(horizon)
-        return Arrivals(arrival, running.ends_within(horizon), snapshot.tokens[rows] + appended[task])
+        probability, residual = running.arrivals_within(horizon)
+        return Arrivals(snapshot.time + residual, probability, snapshot.tokens[rows] + appended[task])
 
     def _admissions(
         self,
