@@ -329,10 +329,10 @@ async def test_a_silent_instance_is_given_up_for_another(side: str) -> None:
     cluster.check_nothing_left()
 
 
-@pytest.mark.parametrize("start", [1e-16 * 3**power for power in range(30)])
+@pytest.mark.parametrize("start", [11.92, 12.03, 12.06])
 @in_virtual_time
 async def test_a_stall_is_noticed_whatever_the_rounding_of_its_deadline(start: float) -> None:
-    """Starts for which start + 20 - start is 20, less and more."""
+    """From these starts, now + (20 - silence) rounds to now before the silence reaches 20."""
     await asyncio.sleep(start)
     cluster = Cluster("PD", Limits(stall_timeout=20.0, max_failures=0))
     cluster.engines["d0"].hung = True
