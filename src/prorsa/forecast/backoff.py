@@ -1,6 +1,7 @@
 """Statistics kept for every prefix of a conditioning key, so that a class with too few samples falls back to a wider one.
 
-Invariant: a value added under `(a, b, c)` is in the statistics of `(a, b, c)`, `(a, b)`, `(a,)` and `()`.
+Invariant: a value added under `(a, b, c)` is in the statistics of `(a, b, c)`, `(a, b)`, `(a,)` and `()`, down
+to the shortest prefix that is kept.
 """
 
 from __future__ import annotations

@@ -44,14 +44,14 @@ class Running:
         self._elapsed = elapsed
         self._which = which
         sizes = [durations.count for durations in classes]
-        self._begin = np.concatenate(([0], np.cumsum(sizes)))[which]
+        ends = np.cumsum(sizes)
         samples = np.concatenate([durations.ascending() for durations in classes])
         self._sums = np.concatenate(([0.0], np.cumsum(np.where(np.isfinite(samples), samples, 0.0))))
         # Complex numbers are ordered by real part, then imaginary part: one search covers the samples of all classes.
         self._samples = _keys(np.repeat(np.arange(len(sizes)), sizes), samples)
         self._past = np.searchsorted(self._samples, _keys(which, elapsed), side="right")
         """Index of the first sample of the class that is > e."""
-        self._longer = self._begin + np.array(sizes)[which] - self._past
+        self._longer = ends[which] - self._past
         """How many samples of the class are > e."""
 
     def ends_within(self, horizon: float) -> Floats:
