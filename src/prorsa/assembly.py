@@ -100,7 +100,9 @@ async def running_cluster(
         engines = await asyncio.gather(*(launcher.start(*instance) for instance in instance_roles(config).items()))
         control = ControlPlane(
             engines,
-            forecaster=LifecycleForecaster(injection, config.policy.prefill_tokens_per_s),
+            forecaster=LifecycleForecaster(
+                injection, config.policy.prefill_tokens_per_s, decode_returns=config.policy.decode_returns
+            ),
             policy=build_policy(config),
             speed=PrefillSpeed(config.policy.prefill_tokens_per_s),
             horizon=config.policy.horizon,

@@ -71,6 +71,9 @@ class Policy(Section):
     """`n_P:n_D` for `static`; for `adaptive` the roles to start with. The default halves the instances."""
     horizon: Seconds = 10.0
     """S: how far the forecast looks, and how often the manager decides (paper, 4.1.2)."""
+    decode_returns: bool = True
+    """Forecast also the next requests of trajectories in DECODE, which the paper's one-step model leaves out; they are most
+    of the arrivals where turns are shorter than the horizon. False is the paper's forecast."""
     prefill_tokens_per_s: Annotated[float, Field(gt=0)] = 8000.0
     """Profiled effective prefill speed of one instance, full-prompt tokens/s: theta until busy intervals are seen."""
 
