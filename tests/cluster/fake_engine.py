@@ -123,16 +123,20 @@ class FakeEngine:
         self.flip_s = flip_s
         self.update_s = update_s
         self.legs: dict[str, Leg] = {}
-        self.served: list[str] = []
-        """The rid of every leg it accepted."""
+        self.served: list[GenerateRequest] = []
+        """The request of every leg it accepted."""
         self.flips = 0
         self.dead = False
         self.hung = False
         """Accepts everything and gives nothing; answers health checks."""
         self.refuse = 0
         """How many more requests are refused as busy."""
+        self.handover_s = 0.0
+        """From the handover of the KV cache until the prefill leg says so."""
+        self.refuse_flips = 0
+        """How many more times it claims not to be idle."""
         self.flip_fault: str | None = None
-        """noop, fail, hang, die or late: the role changes after the call returned."""
+        """noop, fail, hang or die."""
         self.update_fault: str | None = None
         """fail, lie or die."""
         self.late_tokens = 0
@@ -156,7 +160,7 @@ class FakeEngine:
         assert request.rid not in self.legs, f"{request.rid} is live on {self.name} already"
         self.world.leg_starts(request.rid)
         leg = self.legs[request.rid] = Leg(request.rid)
-        self.served.append(request.rid)
+        self.served.append(request)
         try:
             stream = self._prefill if self.role is Role.PREFILL else self._decode
             async for chunk in stream(request, leg):
@@ -177,6 +181,9 @@ class FakeEngine:
         room = self.world.room(request.bootstrap)
         if not room.done():
             room.set_result(None)
+        if self.handover_s and await self._interrupted(leg, self.handover_s):
+            yield self._abort_chunk()
+            return
         yield Chunk((), (), self.version, len(request.input_ids) // 2, FinishReason.LENGTH)
 
     async def _decode(self, request: GenerateRequest, leg: Leg) -> AsyncIterator[Chunk]:
@@ -247,7 +254,8 @@ class FakeEngine:
 
     async def switch_role(self, role: Role) -> None:
         self._answer()
-        if self.legs:
+        if self.legs or self.refuse_flips > 0:
+            self.refuse_flips -= 1
             raise EngineBusy(f"engine {self.name}: not idle: {list(self.legs)}")
         if self.flip_fault == "hang":
             await asyncio.get_running_loop().create_future()

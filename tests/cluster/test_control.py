@@ -44,6 +44,7 @@ async def test_a_weight_update_in_mid_generation_loses_nothing_and_marks_every_t
         await bench.control.update_weights("/weights/7", 7)
         assert bench.control.version == 7
         assert {engine.version for engine in bench.engines.values()} == {7}
+        assert {instance.cache_epoch for instance in bench.control.fleet} == {1}
         results = await asyncio.gather(*turns)
         for result in results:
             assert list(result.versions) == sorted(result.versions)

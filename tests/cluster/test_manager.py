@@ -148,6 +148,17 @@ async def test_an_instance_whose_health_check_hangs_is_restarted() -> None:
         await until(lambda: bench.roles() == "PDD")
 
 
+@pytest.mark.parametrize("name", ["e0", "e1"])
+@in_virtual_time
+async def test_a_silent_instance_without_an_alternative_is_restarted(name: str) -> None:
+    """It answers aborts and health checks, and gives nothing, to two attempts of one turn."""
+    async with Bench("PD") as bench:
+        bench.engine(name).hung = True
+        result = await bench.trajectory("t")
+        assert result.attempts == 3
+        assert name in [restarted for restarted, _ in bench.restarter.restarted]
+
+
 @in_virtual_time
 async def test_a_slow_answer_now_and_then_is_no_death() -> None:
     async with Bench("PDD") as bench:

@@ -6,9 +6,11 @@ import pytest
 from cluster_bench import Cluster, ask, check_equals_reference, in_virtual_time, until
 from fake_engine import STOP, VOCABULARY, Model
 
+from prorsa.cluster.attempts import Attempt, End, Turn, Verdict
+from prorsa.cluster.instances import InstanceState
 from prorsa.cluster.router import Limits
 from prorsa.cluster.turns import TurnFailed, TurnRequest, TurnResult
-from prorsa.engines.protocol import FinishReason, Role, SamplingParams
+from prorsa.engines.protocol import Chunk, FinishReason, Role, SamplingParams
 from prorsa.lifecycle import IllegalTransition, State
 from prorsa.lifecycle.events import DecodeStarted, PrefillStarted, Ready, Requeued, ToolStarted
 
@@ -113,8 +115,11 @@ async def test_budget_holds_over_many_resends() -> None:
     result = await turn
     check_equals_reference(request, result)
     assert result.attempts == 10
-    served = [rid for engine in cluster.engines.values() for rid in engine.served]
+    served = [request.rid for engine in cluster.engines.values() for request in engine.served]
     assert sorted(served) == sorted([f"t.0.{attempt}" for attempt in range(10)] * 2)
+    for engine in cluster.engines.values():
+        for request_ in engine.served:
+            assert len(request_.input_ids) + request_.sampling.max_new_tokens == 3 + 40
     cluster.check_nothing_left()
 
 
@@ -186,6 +191,26 @@ async def test_retained_tokens_that_complete_the_turn_are_not_resent(prompt: tup
     assert result.finish is (FinishReason.LENGTH if stop == STOP else FinishReason.STOP)
     assert result.attempts == 1
     assert "Requeued" not in names(cluster)
+
+
+@in_virtual_time
+async def test_output_beyond_a_stop_token_or_the_budget_is_not_kept() -> None:
+    """An engine that is a step ahead of its own finish."""
+
+    def kept(tokens: list[int]) -> tuple[list[int], list[float], FinishReason | None]:
+        turn = Turn(TurnRequest("t", 0, (1, 2), SamplingParams(5, stop_token_ids=(0, 9))), 0.0)
+        cluster = Cluster("PD")
+        attempt = Attempt(turn.next_request(None), cluster.fleet["p0"], cluster.fleet["d0"])
+        turn.instances.append(("p0", "d0"))
+        attempt.collect(Chunk(tuple(tokens), tuple(-float(token) for token in tokens), 0), 1.0)
+        turn.keep(attempt, Verdict(End.CANCELLED, "test"))
+        assert len(turn.tokens) == len(turn.versions) == len(turn.arrivals)
+        return turn.tokens, turn.logprobs, turn.finish
+
+    assert kept([4, 3]) == ([4, 3], [-4.0, -3.0], None)
+    assert kept([4, 9, 3]) == ([4, 9], [-4.0, -9.0], FinishReason.STOP)
+    assert kept([4, 3, 4, 3, 4, 3]) == ([4, 3, 4, 3, 4], [-4.0, -3.0, -4.0, -3.0, -4.0], FinishReason.LENGTH)
+    assert kept([4, 3, 4, 3, 9, 9]) == ([4, 3, 4, 3, 9], [-4.0, -3.0, -4.0, -3.0, -9.0], FinishReason.STOP)
 
 
 @in_virtual_time
@@ -297,12 +322,55 @@ async def test_a_dead_decode_costs_a_retry_and_no_token() -> None:
 
 @in_virtual_time
 async def test_a_prefill_that_dies_after_its_handover_disturbs_nobody() -> None:
+    """It has not even said that it handed over: the first token says so."""
     cluster = Cluster()
+    cluster.engines["p0"].handover_s = 1.0
+    turn = asyncio.create_task(cluster.generate(ask()))
+    await until(lambda: cluster.context("t") == 3 + 6)
+    assert cluster.engines["p0"].legs
+    cluster.engines["p0"].die()
+    assert (await turn).attempts == 1
+    assert cluster.fleet.pool(Role.PREFILL) == [cluster.fleet["p1"]]
+    cluster.check_nothing_left()
+
+
+@pytest.mark.parametrize("side", ["p0", "d0"])
+@in_virtual_time
+async def test_what_a_dead_instance_served_is_resent_at_once_also_when_its_streams_stay_open(side: str) -> None:
+    """As when a machine is lost: no stream breaks, aborts are not heard; only a health check tells."""
+    cluster = Cluster("PPDD", Limits(cancel_timeout=5.0))
+    cluster.engines[side].hung = cluster.engines[side].deaf = True
     request = ask()
     turn = asyncio.create_task(cluster.generate(request))
-    await until(lambda: cluster.context("t") == 3 + 6)
-    cluster.router.bury(cluster.fleet["p0"], "test")
-    assert (await turn).attempts == 1
+    await asyncio.sleep(1.0)
+    cluster.router.bury(cluster.fleet[side], "test")
+    check_equals_reference(request, await turn)
+    assert asyncio.get_running_loop().time() < 2.0
+    cluster.check_nothing_left()
+
+
+@in_virtual_time
+async def test_failures_with_progress_between_them_never_add_up() -> None:
+    cluster = Cluster("PD", Limits(max_failures=1))
+    request = ask(budget=40)
+    turn = asyncio.create_task(cluster.generate(request))
+    for tokens in range(5, 40, 5):
+        await until(lambda tokens=tokens: cluster.context("t") == 3 + tokens)  # type: ignore[misc]
+        cluster.engines["d0"].break_streams()
+    check_equals_reference(request, await turn)
+    assert (await turn).attempts == 8
+
+
+@pytest.mark.parametrize("side", ["p0", "d0"])
+@in_virtual_time
+async def test_one_turn_alone_finds_its_way_around_a_silent_instance(side: str) -> None:
+    """It answers aborts and health checks, and gives nothing."""
+    cluster = Cluster("PPDD", Limits(stall_timeout=5.0))
+    cluster.engines[side].hung = True
+    request = ask()
+    result = await cluster.generate(request)
+    check_equals_reference(request, result)
+    assert result.attempts == 2
 
 
 @in_virtual_time
@@ -397,6 +465,20 @@ async def test_a_long_pause_is_no_stall() -> None:
     check_equals_reference(request, await turn)
 
 
+@in_virtual_time
+async def test_an_instance_that_is_back_soon_after_a_long_pause_is_waited_for() -> None:
+    cluster = Cluster("PD", Limits(stall_timeout=5.0))
+    cluster.router.pause()
+    cluster.fleet.move(cluster.fleet["d0"], InstanceState.DEAD)
+    request = ask()
+    turn = asyncio.create_task(cluster.generate(request))
+    await asyncio.sleep(59.0)
+    cluster.router.resume()
+    await asyncio.sleep(4.0)
+    cluster.fleet.move(cluster.fleet["d0"], InstanceState.ROUTED)
+    check_equals_reference(request, await turn)
+
+
 # The queue and placement.
 
 
@@ -444,6 +526,19 @@ async def test_decodes_never_exceed_the_kv_cache() -> None:
         assert instance.kv_tokens <= 200
         await asyncio.sleep(0.005)
     assert most == 2
+
+
+@in_virtual_time
+async def test_a_decode_that_outgrows_its_headroom_is_counted_in_full() -> None:
+    cluster = Cluster("PD", Limits(decode_headroom=5))
+    turn = asyncio.create_task(cluster.generate(ask(budget=40)))
+    seen: list[int] = []
+    for context in (3 + 1, 3 + 5, 3 + 6, 3 + 20):
+        await until(lambda context=context: cluster.context("t") == context)  # type: ignore[misc]
+        seen.append(cluster.fleet["d0"].kv_tokens)
+    assert seen == [8, 8, 9, 23]
+    await turn
+    cluster.check_nothing_left()
 
 
 @in_virtual_time

@@ -38,6 +38,7 @@ async def test_a_flip_unroutes_cancels_waits_flips_verifies_and_reroutes() -> No
             (Role.DECODE, InstanceState.FLIPPING),
             (Role.PREFILL, InstanceState.ROUTED),
         ]
+        assert bench.control.fleet["e1"].cache_epoch == 1
         assert bench.notes.flips == [flip] == bench.control.flips
         assert any(place[0] == "e1" for turn in bench.notes.turns for place in turn.instances)
 
@@ -153,6 +154,7 @@ async def test_the_least_loaded_instances_are_flipped() -> None:
         ("PPDD", (5, 5), "PPDD"),
         ("PD", (1, 1), "PD"),
         ("PPPP", (2, 2), "DDPP"),
+        ("PPDD", (4, 0), "PPPD"),
     ],
 )
 @in_virtual_time
@@ -197,3 +199,36 @@ async def test_a_flip_cancelled_half_way_restarts_its_instance() -> None:
         await asyncio.gather(flip, return_exceptions=True)
         assert bench.roles() == "P.D"
         await until(lambda: bench.roles() == "PDD")
+
+
+@in_virtual_time
+async def test_an_instance_that_is_declared_dead_while_it_drains_is_not_rerouted() -> None:
+    """It still answers; but it was given up, and its restart is under way."""
+    async with Bench("PDD") as bench:
+        bench.engine("e1").legs["slow"] = None  # type: ignore[assignment]
+        flip = asyncio.create_task(bench.control.switcher.flip("e1", Role.PREFILL))
+        await asyncio.sleep(0.1)
+        bench.control.router.bury(bench.control.fleet["e1"], "test")
+        bench.engine("e1").legs.clear()
+        assert (await flip).failure == "instance e1: it was found dead while it was draining"
+        assert bench.roles() == "P.D"
+        await until(lambda: bench.roles() == "PDD")
+
+
+@in_virtual_time
+async def test_an_engine_that_reports_idle_too_early_is_asked_again() -> None:
+    async with Bench("PDD") as bench:
+        bench.engine("e1").refuse_flips = 4
+        assert (await bench.control.switcher.flip("e1", Role.PREFILL)).failure is None
+
+
+@in_virtual_time
+async def test_flips_that_waited_for_a_weight_update_are_checked_again() -> None:
+    async with Bench("PDD") as bench:
+        await bench.control.pause()
+        flips = [asyncio.create_task(bench.control.switcher.flip(name, Role.PREFILL)) for name in ("e1", "e2")]
+        await asyncio.sleep(0.1)
+        bench.control.resume()
+        results = await asyncio.gather(*flips, return_exceptions=True)
+        assert [type(result) for result in results] == [Flip, FlipRefused]
+        assert bench.roles() == "PPD"

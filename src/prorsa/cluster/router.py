@@ -309,8 +309,9 @@ class Router:
             stream = cast(AsyncGenerator[Chunk, None], instance.engine.generate(attempt.request))
             async with aclosing(stream):
                 async for chunk in stream:
-                    attempt.progressed_at = self._moved_at = self._now
-                    instance.failures = instance.stalls = 0
+                    if chunk.finish is not FinishReason.ABORT:
+                        attempt.progressed_at = self._moved_at = self._now
+                        instance.failures = instance.stalls = 0
                     consume(chunk)
                     if chunk.finish is not None:
                         return
