@@ -114,7 +114,7 @@ def test_flips_and_a_killed_engine_cost_no_trajectory_and_change_no_token(
     assert directory is not None
     run = read_run(directory)
     assert run.problems == []
-    assert outcome(run) == (3 * 8 * 4, 0)
+    assert outcome(run) == (6 * 8 * 4, 0)
     assert len([flip for flip in run.flips if flip.failure is None]) >= 3
     assert sum(turn.attempts - 1 for turn in run.turns) >= 1
     assert any(change.state == "dead" for change in run.instances)
