@@ -206,11 +206,27 @@ async def test_engines_with_different_weights_are_refused() -> None:
 
 
 @in_virtual_time
+async def test_an_engine_that_does_not_answer_while_it_loads_weights_is_not_dead() -> None:
+    async with Bench("PD") as bench:
+        await asyncio.sleep(0.9)
+        for engine in bench.engines.values():
+            engine.update_s, engine.healthy_s = 30.0, 1e6
+        update = asyncio.create_task(bench.control.update_weights("/weights/1", 1))
+        await asyncio.sleep(30.05)
+        for engine in bench.engines.values():
+            engine.healthy_s = 0.0
+        await update
+        await asyncio.sleep(5.0)
+        assert bench.restarter.restarted == []
+
+
+@in_virtual_time
 async def test_stop_in_mid_run_leaves_nothing_behind() -> None:
     bench = Bench()
     await bench.control.start()
     turns = bench.trajectories(30, budget=500)
     await asyncio.sleep(0.15)
+    await bench.control.stop()
     await bench.control.stop()
     bench.check_nothing_left()
     results = await asyncio.gather(*turns, return_exceptions=True)

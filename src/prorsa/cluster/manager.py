@@ -73,6 +73,7 @@ class GlobalManager:
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed_checks: dict[Engine, int] = {}
         self.paused = False
+        """Whether engines are being updated: nothing is decided and nothing is checked."""
 
     def start(self) -> None:
         self._spawn("manager", self._every(self._horizon, self._decide_and_switch, "decision"))
@@ -80,8 +81,9 @@ class GlobalManager:
         self._fleet.watchers.append(self._instance_changed)
 
     async def stop(self) -> None:
-        """Ends at once, flips and restarts in progress included."""
-        self._fleet.watchers.remove(self._instance_changed)
+        """Ends at once, flips and restarts in progress included. May be called again."""
+        if self._instance_changed in self._fleet.watchers:
+            self._fleet.watchers.remove(self._instance_changed)
         while self._tasks:
             for task in self._tasks:
                 task.cancel()
@@ -129,6 +131,8 @@ class GlobalManager:
     # Health.
 
     async def _check_health(self) -> None:
+        if self.paused:
+            return  # an engine that loads weights may not answer
         routed = [instance for instance in self._fleet if instance.state is InstanceState.ROUTED]
         await asyncio.gather(*(self._check(instance) for instance in routed))
 
@@ -139,6 +143,8 @@ class GlobalManager:
                 healthy = await engine.healthy()
         except (TimeoutError, EngineError):
             healthy = False
+        if self.paused:
+            return
         failed = 0 if healthy else self._failed_checks.get(engine, 0) + 1
         self._failed_checks[engine] = failed
         if failed >= self._health.checks and instance.state is InstanceState.ROUTED and instance.engine is engine:
@@ -157,7 +163,7 @@ class GlobalManager:
                 await self._switcher.restart(instance, self.wanted_role(instance))
                 return
             except (EngineError, TimeoutError) as error:
-                logger.warning("instance %s: restart failed, again in %.1f s: %s", instance.name, backoff, error)
+                logger.warning("instance %s: restart failed, again in %.1f s: %r", instance.name, backoff, error)
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, MAX_RESTART_BACKOFF)
 

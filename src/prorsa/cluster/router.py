@@ -159,8 +159,10 @@ class Router:
                 place.set_exception(self._failure(turn, "the cluster is stopping"))
         self._ready.clear()
         await self.cancel_all("the cluster is stopping")
-        for probe in self._probes.values():
+        probes = list(self._probes.values())
+        for probe in probes:
             probe.cancel()
+        await asyncio.gather(*probes, return_exceptions=True)
         if self._stall_check is not None:
             self._stall_check.cancel()
             self._stall_check = None

@@ -65,7 +65,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T], debug: bool | None = None) -> T:
-    """`asyncio.run` in virtual time. Raises `Deadlock`."""
+    """`asyncio.run` in virtual time. Raises `Deadlock` and `Livelock`."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop, debug=debug) as runner:
         return runner.run(main)
 
