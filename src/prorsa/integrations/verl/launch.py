@@ -141,7 +141,8 @@ async def start_trainer(config: Config, settings: Settings) -> asyncio.subproces
     """Start the supervisor, which starts the trainer and outlives it. It ends both when its standard input does."""
     python = [sys.executable, "-m"]
     supervisor = [*python, "prorsa.integrations.verl.supervisor", str(Path(settings.run_dir) / LOG), settings.work_dir]
-    trainer = [*python, "prorsa.integrations.verl.main", *verl_overrides(config, settings)]
+    ray_dir = f"{settings.work_dir}/ray"
+    trainer = [*python, "prorsa.integrations.verl.main", ray_dir, *verl_overrides(config, settings)]
     return await asyncio.create_subprocess_exec(
         *supervisor,
         *trainer,

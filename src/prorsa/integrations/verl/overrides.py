@@ -10,8 +10,6 @@ from pathlib import Path
 from prorsa.config import Config
 from prorsa.integrations.verl.settings import NAME, Settings
 
-RAY_CPUS = 16
-"""What Ray believes it has. verl's workers take one each, and most of them sleep."""
 MICRO_BATCH = 8
 """Most trajectories in one forward pass. `sampler` sorts them by length, so that a few neighbours are padded little."""
 DATA_SOURCE = "prorsa"
@@ -47,7 +45,7 @@ def verl_overrides(config: Config, settings: Settings) -> list[str]:
         *_rollout(config, settings),
         *_algorithm(config),
         *_trainer(config, settings),
-        *_ray(settings),
+        *_infrastructure(settings),
         *config.train.overrides,
     ]
 
@@ -75,6 +73,8 @@ def environment(settings: Settings, cores: int) -> dict[str, str]:
         # A thread that spins while it waits takes the core that the other one needs.
         "OMP_WAIT_POLICY": "PASSIVE",
         "TQ_NUM_THREADS": str(cores),
+        # verl's main_ppo would hand this to Ray's workers in a runtime environment.
+        "TRANSFER_QUEUE_ENABLE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "HYDRA_FULL_ERROR": "1",
@@ -210,13 +210,8 @@ def _separate_async(config: Config, settings: Settings) -> list[str]:
     ]
 
 
-def _ray(settings: Settings) -> list[str]:
+def _infrastructure(settings: Settings) -> list[str]:
     return [
-        f"ray_kwargs.ray_init.num_cpus={RAY_CPUS}",
-        # Numbers without a device: one for the trainer, one for the rollout.
-        "+ray_kwargs.ray_init.num_gpus=2",
-        "+ray_kwargs.ray_init.include_dashboard=False",
-        f"+ray_kwargs.ray_init._temp_dir={settings.work_dir}/ray",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
         f"hydra.run.dir={settings.work_dir}",
         "hydra.output_subdir=null",
