@@ -101,7 +101,11 @@ async def running_cluster(
         control = ControlPlane(
             engines,
             forecaster=LifecycleForecaster(
-                injection, config.policy.prefill_tokens_per_s, decode_returns=config.policy.decode_returns
+                injection,
+                config.policy.prefill_tokens_per_s,
+                # What a decode instance sets aside for a request, so that admission and allocation count alike.
+                kv_footprint=lambda tokens: tokens + config.sampling.max_new_tokens,
+                decode_returns=config.policy.decode_returns,
             ),
             policy=build_policy(config),
             speed=PrefillSpeed(config.policy.prefill_tokens_per_s),
