@@ -23,9 +23,9 @@ from prorsa.integrations.verl.overrides import (
     DATA_SOURCE,
     agents_file,
     environment,
+    held_out_file,
     metrics_file,
     router_file,
-    test_file,
     tmp_dir,
     train_file,
     verl_overrides,
@@ -117,7 +117,7 @@ def lay_out(config: Config, settings: Settings) -> None:
     tmp_dir(settings).mkdir()
     settings.config_path.write_text(dump_config(config))
     write_questions(train_file(settings), task.questions("train", config.task.train_questions, config.seed), "train")
-    write_questions(test_file(settings), task.questions("test", config.task.test_questions, config.seed), "test")
+    write_questions(held_out_file(settings), task.questions("test", config.task.test_questions, config.seed), "test")
     router = {"router_class": "prorsa.integrations.verl.router.ProrsaRouter", **settings.mapping()}
     router_file(settings).write_text(yaml.safe_dump(router))
     agent = {"name": NAME, "_target_": "prorsa.integrations.verl.agent.ProrsaAgentLoop"}
@@ -139,18 +139,22 @@ def write_questions(path: Path, questions: Iterable[Question], split: Split) -> 
 
 async def start_trainer(config: Config, settings: Settings) -> asyncio.subprocess.Process:
     """Start the supervisor, which starts the trainer and outlives it. It ends both when its standard input does."""
-    python = [sys.executable, "-m"]
-    supervisor = [*python, "prorsa.integrations.verl.supervisor", str(Path(settings.run_dir) / LOG), settings.work_dir]
-    ray_dir = f"{settings.work_dir}/ray"
-    trainer = [*python, "prorsa.integrations.verl.main", ray_dir, *verl_overrides(config, settings)]
+    supervisor = [sys.executable, "-m", "prorsa.integrations.verl.supervisor"]
     return await asyncio.create_subprocess_exec(
         *supervisor,
-        *trainer,
+        str(Path(settings.run_dir) / LOG),
+        settings.work_dir,
+        *trainer_command(config, settings),
         stdin=asyncio.subprocess.PIPE,
         # Ctrl-C in the terminal is for this process, which then ends the supervisor in order.
         start_new_session=True,
         env={**os.environ, **environment(settings, os.cpu_count() or 1)},
     )
+
+
+def trainer_command(config: Config, settings: Settings) -> list[str]:
+    main = [sys.executable, "-m", "prorsa.integrations.verl.main", f"{settings.work_dir}/ray"]
+    return [*main, *verl_overrides(config, settings)]
 
 
 async def end(supervisor: asyncio.subprocess.Process) -> None:

@@ -33,14 +33,15 @@ REMEDIES = {
 
 def mark(settings: Settings, point: str) -> None:
     """Leave the mark of an extension point that verl has just constructed."""
-    path = _marks(settings) / point
-    path.parent.mkdir(exist_ok=True)
-    path.touch()
+    with open(_marks(settings), "a") as file:
+        file.write(f"{point}\n")
 
 
 def require(settings: Settings, points: Iterable[str]) -> None:
     """Raise `NotLoaded` unless verl has constructed all of `points`."""
-    refuse([point for point in points if not (_marks(settings) / point).exists()])
+    marks = _marks(settings)
+    found = marks.read_text().split() if marks.exists() else []
+    refuse([point for point in points if point not in found])
 
 
 def refuse(missing: Iterable[str]) -> None:
@@ -57,4 +58,4 @@ def expected(mode: str) -> tuple[str, ...]:
 
 
 def _marks(settings: Settings) -> Path:
-    return Path(settings.work_dir) / "loaded"
+    return Path(settings.run_dir) / "loaded.txt"

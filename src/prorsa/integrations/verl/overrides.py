@@ -20,7 +20,7 @@ def train_file(settings: Settings) -> Path:
     return Path(settings.work_dir) / "train.jsonl"
 
 
-def test_file(settings: Settings) -> Path:
+def held_out_file(settings: Settings) -> Path:
     return Path(settings.work_dir) / "test.jsonl"
 
 
@@ -92,7 +92,7 @@ def metrics_file(settings: Settings) -> Path:
 def _data(config: Config, settings: Settings) -> list[str]:
     return [
         f"data.train_files={train_file(settings)}",
-        f"data.val_files={test_file(settings)}",
+        f"data.val_files={held_out_file(settings)}",
         f"data.train_batch_size={config.rollout.groups}",
         # The agent loop renders prompts itself and keeps to model.max_context; verl pads nothing to these.
         f"data.max_prompt_length={config.model.max_context}",

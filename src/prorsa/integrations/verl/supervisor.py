@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-GRACE = 10.0
+GRACE = 3.0
 """Seconds between the request to end and SIGKILL."""
 
 
