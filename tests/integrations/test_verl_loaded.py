@@ -33,10 +33,6 @@ def test_each_missing_point_is_named_with_its_remedy(settings: Settings, missing
     assert str(error.value) == f"verl has not loaded Prorsa's {REMEDIES[missing]}"
 
 
-def test_the_weights_go_by_the_adapter_in_sync_and_by_the_checkpoint_engine_in_separate_async() -> None:
-    assert set(expected("sync")) ^ set(expected("separate_async")) == {"adapter", "checkpoint"}
-
-
 def test_the_driver_finds_the_plugin_that_import_verl_loads() -> None:
     refuse(main.missing_here())
 

@@ -53,8 +53,8 @@ def refuse(missing: Iterable[str]) -> None:
 
 def expected(mode: str) -> tuple[str, ...]:
     """The extension points that a run of `train.mode` uses, apart from those that the driver itself checks."""
-    weights = "adapter" if mode == "sync" else "checkpoint"
-    return "replica", "router", weights, "sampler", "agent"
+    common = ("replica", "router", "adapter", "sampler", "agent")
+    return common if mode == "sync" else (*common, "checkpoint")
 
 
 def _marks(settings: Settings) -> Path:
