@@ -257,7 +257,8 @@ def write_turns(
     cache = DynamicCache(config=model.config)
     turns: list[list[int]] = [[] for _ in contexts]
     begin = 0
-    while len(turns[0]) < TURN_TOKENS and any(not turn or turn[-1] != end for turn in turns):
+    ended = torch.zeros(len(contexts), 1, dtype=torch.bool)
+    while len(turns[0]) < TURN_TOKENS and not ended.all():
         known = begin + ids.shape[1]
         logits = model(
             input_ids=ids,
@@ -270,6 +271,8 @@ def write_turns(
             ids = logits.argmax(-1, keepdim=True)
         else:
             ids = torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
+        ids = ids.masked_fill(ended, end)
+        ended |= ids == end
         begin = known
         for turn, token in zip(turns, ids[:, 0].tolist(), strict=True):
             turn.append(token)
