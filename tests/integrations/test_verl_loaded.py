@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from prorsa.integrations.verl import main
-from prorsa.integrations.verl.loaded import REMEDIES, NotLoaded, expected, mark, refuse, require
+from prorsa.integrations.verl.loaded import REMEDIES, NotLoaded, expected, mark, require
 from prorsa.integrations.verl.settings import Settings
 
 
@@ -33,22 +35,31 @@ def test_each_missing_point_is_named_with_its_remedy(settings: Settings, missing
     assert str(error.value) == f"verl has not loaded Prorsa's {REMEDIES[missing]}"
 
 
-def test_the_driver_finds_the_plugin_that_import_verl_loads() -> None:
-    refuse(main.missing_here())
+def driver_check(code: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """The driver's check in a fresh process, as the trainer makes it, after `code`."""
+    return subprocess.run(
+        [sys.executable, "-c", f"{code}\nfrom prorsa.integrations.verl.main import check_plugin; check_plugin()"],
+        env={**os.environ, **environment},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
 
 
-def test_the_driver_notices_a_plugin_that_did_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.workers.rollout.replica import RolloutReplicaRegistry
-
-    monkeypatch.delitem(RolloutReplicaRegistry._registry, "prorsa")
-    with pytest.raises(NotLoaded, match=r"entry point prorsa of the group verl\.plugins: install prorsa"):
-        refuse(main.missing_here())
+def test_the_driver_finds_the_plugin() -> None:
+    checked = driver_check(VERL_PLATFORM="cpu")
+    assert checked.returncode == 0, checked.stderr
 
 
-def test_the_driver_notices_a_missing_platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.plugin.platform.platform_manager import PlatformRegistry
+def test_the_driver_notices_a_plugin_that_verl_does_not_look_for() -> None:
+    checked = driver_check(VERL_USE_EXTERNAL_PLUGINS="none")
+    assert checked.stderr.splitlines()[-1] == (
+        "prorsa.integrations.verl.loaded.NotLoaded: verl has not loaded Prorsa's " + REMEDIES["plugin"]
+    )
 
-    monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    monkeypatch.setattr(PlatformRegistry, "_platforms", {})
-    with pytest.raises(NotLoaded, match="platform cpu: set VERL_PLATFORM=cpu"):
-        refuse(main.missing_here())
+
+def test_the_driver_shows_the_error_of_a_plugin_that_failed() -> None:
+    broken = "import sys; sys.modules['prorsa.integrations.verl.platform_cpu'] = None"
+    checked = driver_check(broken, VERL_PLATFORM="cpu")
+    assert checked.returncode != 0
+    assert "platform_cpu" in checked.stderr.splitlines()[-1]

@@ -19,6 +19,7 @@ from prorsa.integrations.verl.launch import TrainingFailed, train
 from prorsa.integrations.verl.loaded import expected
 from prorsa.lifecycle import Done, Sampled, Tracker
 from prorsa.report.rundir import StepRecord, read_run
+from prorsa.rollout.tokenizer import ChatTokenizer
 
 MODEL = Path(__file__).parents[2] / "models" / "arithmetic"
 GROUPS, SIZE, HELD_OUT = 2, 4, 4
@@ -99,6 +100,8 @@ def test_sync(tmp_path: Path, nothing_left: None) -> None:
         [0] * (HELD_OUT + GROUPS * SIZE) + [1] * GROUPS * SIZE + [2] * HELD_OUT
     )
     assert all(len(set(turn.versions)) == 1 for turn in run.turns)
+    assert [path.name for path in (run_dir / "weights").iterdir()] == ["version-2"]
+    assert ChatTokenizer(run_dir / "weights" / "version-2").eos_ids == ChatTokenizer(MODEL).eos_ids
     for step in summary.steps:
         if step.split == "train":
             assert step.metrics["training/rollout_actor_probs_pearson_corr"] > 0.99

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +23,10 @@ from prorsa.integrations.verl.settings import Settings
 
 @pytest.fixture
 def settings(tmp_path: Path, checkpoint: Path) -> Settings:
-    (tmp_path / "work").mkdir()
-    (tmp_path / "config.yaml").write_text(dump_config(parse_config({"model": {"path": str(checkpoint)}})))
+    copy = shutil.copytree(checkpoint, tmp_path / "model")
+    (copy / "tokenizer.json").write_text("{}")
+    (copy / "model.safetensors.index.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text(dump_config(parse_config({"model": {"path": str(copy)}})))
     return Settings(str(tmp_path), str(tmp_path / "work"))
 
 
@@ -61,6 +64,7 @@ def test_a_whole_checkpoint_is_there_when_the_engines_are_told(
         "b.weight": [1.0] * 4,
     }
     [directory] = settings.weights_dir.iterdir()
+    assert {path.name for path in directory.iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
     assert json.loads((directory / "config.json").read_text()) == json.loads((checkpoint / "config.json").read_text())
 
 

@@ -104,10 +104,13 @@ _made: list[Shared] = []
 
 
 async def _shared(loop: ProrsaAgentLoop) -> Shared:
+    """Made by the first trajectory of this process and never closed, for verl ends its workers without a word: sandboxes
+    notice that their parent has gone, and their files lie in the work directory."""
     async with _sharing:
         if not _made:
             settings = Settings.of(loop.rollout_config.custom[NAME])
             config = settings.config()
+            # The way of any agent loop to its server; with another router class this would not be our actor.
             _, router = await loop.server_manager._acquire_server(NAME)
             sandboxes = await build_sandboxes(config).__aenter__()
             _made.append(Shared(settings, config, build_environment(config, sandboxes), router))

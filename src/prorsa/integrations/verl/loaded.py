@@ -19,7 +19,6 @@ class NotLoaded(Exception):
 REMEDIES = {
     "plugin": "entry point prorsa of the group verl.plugins: install prorsa in verl's environment and leave "
     "VERL_USE_EXTERNAL_PLUGINS unset",
-    "platform": "platform cpu: set VERL_PLATFORM=cpu",
     "replica": "rollout replica: set actor_rollout_ref.rollout.name=prorsa",
     "router": "router class: set actor_rollout_ref.rollout.router_config_path",
     "adapter": "weight adapter: set actor_rollout_ref.rollout.name=prorsa and mode=async",

@@ -7,7 +7,7 @@ not be used.
 
 from __future__ import annotations
 
-import os
+import importlib
 import sys
 from typing import Any
 
@@ -15,27 +15,20 @@ import hydra
 import ray
 
 from prorsa.integrations.verl.loaded import refuse
-from prorsa.integrations.verl.settings import NAME
 
+PLUGIN = "prorsa.integrations.verl.plugin"
 RAY_CPUS = 16
 """What Ray believes it has. verl's workers take one each, and most of them sleep."""
 RAY_GPUS = 2
 """Numbers without a device: one for the trainer, one for the rollout."""
 
 
-def missing_here() -> list[str]:
-    """The extension points that `import verl` should have loaded in this process, and has not."""
-    from verl.plugin.platform.platform_manager import PlatformRegistry
-    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
-    from verl.workers.rollout.replica import RolloutReplicaRegistry
-
-    missing = []
-    if NAME not in RolloutReplicaRegistry._registry or (NAME, "async") not in _ROLLOUT_REGISTRY:
-        missing.append("plugin")
-    wanted = os.environ.get("VERL_PLATFORM")
-    if wanted == "cpu" and PlatformRegistry.get(wanted) is None:
-        missing.append("platform")
-    return missing
+def check_plugin() -> None:
+    """Raise `NotLoaded` unless `import verl` loads our plugin, or the plugin's own error, which verl hides."""
+    importlib.import_module("verl")
+    if PLUGIN not in sys.modules:
+        importlib.import_module(PLUGIN)
+        refuse(["plugin"])
 
 
 def train(config: Any) -> None:
@@ -51,5 +44,5 @@ if __name__ == "__main__":
     directory = sys.argv.pop(1)
     # Ray's processes die with this one.
     ray.init(num_cpus=RAY_CPUS, num_gpus=RAY_GPUS, include_dashboard=False, _temp_dir=directory)
-    refuse(missing_here())
+    check_plugin()
     hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer", version_base=None)(train)()

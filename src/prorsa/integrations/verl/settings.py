@@ -18,7 +18,7 @@ class Settings:
     run_dir: str
     """Where the run's records go, absolute."""
     work_dir: str
-    """Removed at the end of the run: weights on their way, Ray's files."""
+    """Removed at the end of the run: the data in verl's form, Ray's files, sandboxes."""
 
     @classmethod
     def of(cls, mapping: Mapping[str, Any]) -> Settings:
@@ -36,4 +36,5 @@ class Settings:
 
     @property
     def weights_dir(self) -> Path:
-        return Path(self.work_dir) / "weights"
+        """One checkpoint, that of the newest version."""
+        return Path(self.run_dir) / "weights"

@@ -1,6 +1,7 @@
 """Weights on their way from the trainer to the engines: one safetensors checkpoint directory a version.
 
-A directory appears under its final name only when it is complete, and goes when every engine has loaded a later one.
+A directory appears under its final name only when it is complete, and goes when every engine has loaded a later one. So
+one is left at the end: the trained model, as a checkpoint that `model.path` can name.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from prorsa.integrations.verl.settings import NAME, Settings
 if TYPE_CHECKING:
     import torch
 
+DESCRIPTIONS = (".json", ".jinja", ".txt")
+"""Suffixes of the files that belong to a checkpoint and are not weights."""
+
 NamedTensors = Iterable[tuple[str, "torch.Tensor"]] | AsyncIterable[tuple[str, "torch.Tensor"]]
 
 
@@ -32,21 +36,23 @@ async def publish(weights: NamedTensors, version: int | None, settings: Settings
         async for _ in _each(weights):
             pass
         return
-    path = await write_checkpoint(weights, settings, version)
+    tensors = {name: tensor.detach().cpu().clone().contiguous() async for name, tensor in _each(weights)}
+    path = write_checkpoint(tensors, settings, version)
     await ray.get_actor(NAME).update_weights.remote(str(path), version)
     remove_others(path)
 
 
-async def write_checkpoint(weights: NamedTensors, settings: Settings, version: int) -> Path:
-    """Write `weights`, with the model's configuration beside them, and return the directory."""
+def write_checkpoint(tensors: dict[str, torch.Tensor], settings: Settings, version: int) -> Path:
+    """Write them with the configuration and the tokenizer of the model that training began with; the directory."""
     from safetensors.torch import save_file
 
-    tensors = {name: tensor.detach().cpu().clone().contiguous() async for name, tensor in _each(weights)}
     final = settings.weights_dir / f"version-{version}"
     partial = final.with_suffix(".partial")
     partial.mkdir(parents=True)
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    shutil.copyfile(Path(settings.config().model.path) / "config.json", partial / "config.json")
+    for file in Path(settings.config().model.path).iterdir():
+        if file.suffix in DESCRIPTIONS and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, partial / file.name)
     return partial.rename(final)
 
 
