@@ -82,6 +82,14 @@ def test_mini_batches_must_fill_the_batch(config: Config) -> None:
         complete(broken)
 
 
+def test_the_questions_must_fill_a_batch(config: Config) -> None:
+    few = config.model_copy(update={"task": config.task.model_copy(update={"train_questions": 1})})
+    with pytest.raises(
+        ConfigError, match=r"task\.train_questions=1: a batch of rollout\.groups=2 questions does not fit"
+    ):
+        complete(few)
+
+
 def test_a_line_of_verl_may_hold_a_batch_and_an_evaluation(config: Config) -> None:
     metrics = {REWARD: 0.5, HELD_OUT: 0.25, "timing_s/step": 4.0, "timing_s/testing": 2.0}
     batch, held_out = read_steps({"step": 3, "data": metrics}, config, time=9.0)

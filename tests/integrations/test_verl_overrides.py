@@ -18,12 +18,15 @@ SETTINGS = Settings("/runs/one", "/tmp/prorsa-one")
 
 def composed(**sections: Any) -> Any:
     """verl's whole configuration with our overrides. Hydra refuses a key that verl does not have."""
-    config = parse_config({"model": {"path": "/models/tiny"}, **sections})
+    return compose_overrides(verl_overrides(parse_config({"model": {"path": "/models/tiny"}, **sections}), SETTINGS))
+
+
+def compose_overrides(overrides: list[str]) -> Any:
     verl = find_spec("verl")
     assert verl is not None
     assert verl.origin is not None
     with initialize_config_dir(str(Path(verl.origin).parent / "trainer" / "config"), version_base=None):
-        return compose("ppo_trainer", [*verl_overrides(config, SETTINGS)])
+        return compose("ppo_trainer", overrides)
 
 
 def test_sync_follows_our_configuration() -> None:
@@ -91,6 +94,15 @@ def test_a_micro_batch_divides_the_mini_batch(groups: int, size: int, expected: 
         {"model": {"path": "m"}, "rollout": {"group_size": size}, "train": {"mini_batch_groups": groups}}
     )
     assert micro_batch(config) == expected
+
+
+@pytest.mark.parametrize("name", ["with space", "a=b,c", "it's", "{x}:[1]"])
+def test_any_path_reaches_verl_as_it_is(name: str) -> None:
+    config = parse_config({"name": name, "model": {"path": f"/models/{name}"}})
+    verl = compose_overrides(verl_overrides(config, Settings(f"/runs/{name}", "/tmp/prorsa-one")))
+    assert verl.actor_rollout_ref.model.path == f"/models/{name}"
+    assert verl.trainer.experiment_name == name
+    assert verl.trainer.v1.sampler.sampler_kwargs.run_dir == f"/runs/{name}"
 
 
 def test_temporary_files_of_the_trainer_go_with_the_run() -> None:

@@ -96,6 +96,11 @@ def complete(config: Config) -> Config:
         raise ConfigError(
             f"train.mini_batch_groups={mini_batch}: does not divide rollout.groups={groups}; set it to a divisor of that"
         )
+    if config.task.train_questions < groups:
+        raise ConfigError(
+            f"task.train_questions={config.task.train_questions}: a batch of rollout.groups={groups} questions does not "
+            f"fit in; set it to {groups} or more"
+        )
     model = config.model.model_copy(update={"path": str(Path(checkpoint(config)).resolve())})
     mode = "sync" if config.train.mode == "sync" else "async"
     return config.model_copy(update={"model": model, "rollout": config.rollout.model_copy(update={"mode": mode})})

@@ -104,7 +104,7 @@ def _data(config: Config, settings: Settings) -> list[str]:
 
 def _model(config: Config) -> list[str]:
     return [
-        f"actor_rollout_ref.model.path={Path(config.model.path).resolve()}",
+        f"actor_rollout_ref.model.path={_quoted(config.model.path)}",
         # Packing needs flash attention, and recomputing activations trades time for memory that a small model has.
         "actor_rollout_ref.model.use_remove_padding=False",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
@@ -175,7 +175,7 @@ def _trainer(config: Config, settings: Settings) -> list[str]:
         "trainer.n_gpus_per_node=1",
         "trainer.nnodes=1",
         "trainer.project_name=prorsa",
-        f"trainer.experiment_name={config.name}",
+        f"trainer.experiment_name={_quoted(config.name)}",
         "trainer.logger=[console,file]",
         f"trainer.total_training_steps={config.rollout.steps}",
         f"trainer.total_epochs={config.rollout.steps}",
@@ -222,4 +222,10 @@ def _infrastructure(settings: Settings) -> list[str]:
 
 def _inline(settings: Settings) -> str:
     """The settings as a dict in Hydra's override grammar."""
-    return "{" + ",".join(f"{key}:'{value}'" for key, value in settings.mapping().items()) + "}"
+    return "{" + ",".join(f"{key}:{_quoted(value)}" for key, value in settings.mapping().items()) + "}"
+
+
+def _quoted(text: str) -> str:
+    """A string in Hydra's override grammar, whatever characters it has."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
