@@ -46,7 +46,9 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for name, several in runs.items():
         latencies = [inter_token_latencies(run.turns) for run in several]
-        p50, p99 = (1000 * median(getattr(latency, key) for latency in latencies) for key in ("overall_p50", "overall_p99"))
+        p50, p99 = (
+            1000 * median(getattr(latency, key) for latency in latencies) for key in ("overall_p50", "overall_p99")
+        )
         flips = median(len(run.flips) for run in several)
         resends = median(sum(turn.attempts - 1 for turn in run.turns) for run in several)
         batch = seconds(several)
