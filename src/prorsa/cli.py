@@ -21,9 +21,12 @@ from prorsa.assembly import checkpoint, new_run_dir
 from prorsa.cluster.turns import TurnFailed
 from prorsa.config import Config, ConfigError, dump_config, load_config
 from prorsa.engines.protocol import EngineError
+from prorsa.report.headline import headline
 from prorsa.report.html import write_report
+from prorsa.report.measures import replay
 from prorsa.report.picture import write_picture
 from prorsa.report.progress import LiveProgress
+from prorsa.report.rundir import TRACE, read_run
 from prorsa.rollout.controller import RolloutFailed
 from prorsa.rollout.sandboxes.base import SandboxError
 
@@ -52,15 +55,15 @@ def fail(error: Exception, status: int) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="prorsa", description=__doc__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, command, text in (
-        ("rollout", rollout, "run trajectories without a trainer: evaluation, data, benchmarks"),
-        ("train", train, "train with verl; the rollout runs on prefill and decode engines"),
+    for name, work, text in (
+        ("rollout", commands.rollout, "run trajectories without a trainer: evaluation, data, benchmarks"),
+        ("train", commands.train, "train with verl; the rollout runs on prefill and decode engines"),
     ):
         sub = subparsers.add_parser(name, help=text, description=text)
         sub.add_argument("config", help="YAML file")
         sub.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace values of the file")
         sub.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
-        sub.set_defaults(command=command)
+        sub.set_defaults(command=start, work=work)
     sub = subparsers.add_parser("report", help="write report.html of a run", description="Write report.html of a run.")
     sub.add_argument("run", help="run directory, complete or cut off")
     sub.add_argument("--svg", metavar="PATH", help="also write a picture of roles and forecast")
@@ -72,24 +75,22 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def rollout(parsed: argparse.Namespace) -> int:
+def start(parsed: argparse.Namespace) -> int:
+    """A rollout or a training run, from its configuration to its report."""
     config = load_config(parsed.config, parsed.overrides)
     if parsed.dry_run:
-        return show(config)
+        print(dump_config(config), end="")
+        return 0
     checkpoint(config)
     run_dir = begin(config)
-    with LiveProgress(run_dir, config.rollout.steps, console):
-        return run(commands.rollout(config, run_dir), run_dir)
-
-
-def train(parsed: argparse.Namespace) -> int:
-    config = load_config(parsed.config, parsed.overrides)
-    if parsed.dry_run:
-        return show(config)
-    checkpoint(config)
-    run_dir = begin(config)
-    with LiveProgress(run_dir, config.rollout.steps, console):
-        return run(commands.train(config, run_dir), run_dir)
+    try:
+        with LiveProgress(run_dir, config.rollout.steps, console):
+            asyncio.run(interruptible(parsed.work(config, run_dir)))
+    finally:
+        # However it ended: a run that was cut off is worth a look too.
+        if (run_dir / TRACE).is_file():
+            conclude(run_dir)
+    return 0
 
 
 def report(parsed: argparse.Namespace) -> int:
@@ -103,11 +104,6 @@ def verify(parsed: argparse.Namespace) -> int:
     return asyncio.run(commands.verify(Path(parsed.run), console))
 
 
-def show(config: Config) -> int:
-    print(dump_config(config), end="")
-    return 0
-
-
 def begin(config: Config) -> Path:
     run_dir = new_run_dir(config)
     logging.basicConfig(
@@ -117,14 +113,13 @@ def begin(config: Config) -> Path:
     return run_dir
 
 
-def run(work: Coroutine[Any, Any, None], run_dir: Path) -> int:
-    """Run to the end, to a failure, or to Ctrl-C or SIGTERM: the run directory gets its report in every case."""
-    try:
-        asyncio.run(interruptible(work))
-    finally:
-        if (run_dir / "trace").is_file():
-            console.print(f"report {write_report(run_dir)}", soft_wrap=True)
-    return 0
+def conclude(run_dir: Path) -> None:
+    """Write the report, and print the figures that head it."""
+    path = write_report(run_dir)
+    run = read_run(run_dir)
+    for figure in headline(run, replay(run)):
+        console.print(f"{figure.value:>13}  {figure.words}", highlight=False, soft_wrap=True)
+    console.print(f"report {path}", soft_wrap=True)
 
 
 async def interruptible(work: Coroutine[Any, Any, None]) -> None:

@@ -68,7 +68,7 @@ async def train(config: Config, run_dir: Path) -> None:
 
 async def _step(step: int, controller: Controller, recorder: RunRecorder, split: str) -> None:
     now = asyncio.get_running_loop().time
-    start, lost = now(), controller.lost
+    start = now()
     groups = await controller.batch()
     records = [record for group in groups for record in group.records]
     for record in records:
@@ -80,7 +80,6 @@ async def _step(step: int, controller: Controller, recorder: RunRecorder, split:
             seconds=now() - start,
             reward=mean_reward(groups),
             trajectories=len(records),
-            dropped=controller.lost - lost,
             split=split,
         )
     )

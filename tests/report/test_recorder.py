@@ -45,7 +45,7 @@ RECORDS = [
     TrajectoryRecord("t", "g", "q", 0, 7, (1, 2), (3, 4, 5), (1, 0, 1), (-0.5, 0.0, -1.0), (0, -1, 1), 1.0, 2, None),
     TrajectoryRecord("u", "g", "q", 0, 8, (1, 2), (3,), (1,), (-0.5,), (0,), None, 1, "stale"),
 ]
-STEP = StepRecord(1, 3.5, 2.5, 0.75, 8, 1, "train", {"loss": 0.5})
+STEP = StepRecord(1, 3.5, 2.5, 0.75, 8, "train", {"loss": 0.5})
 
 
 def record_all(directory: Path) -> None:

@@ -11,7 +11,8 @@ import yaml
 from prorsa.cluster.observers import Decision, Flip
 from prorsa.report import charts
 from prorsa.report.charts import Drawn
-from prorsa.report.measures import Errors, Integrity, Totals, forecast_errors, integrity, totals
+from prorsa.report.headline import Figure, headline
+from prorsa.report.measures import Errors, Totals, forecast_errors, totals
 from prorsa.report.rundir import Run, read_run
 from prorsa.report.svg import Chart, number, style
 
@@ -50,13 +51,12 @@ def render(run: Run) -> str:
     drawn = charts.prepare(run)
     summed = totals(run, drawn.replayed)
     errors = forecast_errors(drawn.replayed.windows)
-    checked = integrity(run, drawn.replayed.contexts)
     name = escape(str(run.config.get("name", run.directory.name)))
     body = [
         f"<h1>{name}</h1>",
         f"<p>{escape(_subtitle(run, summed))}</p>",
         *(f'<p class="problem">Incomplete: {escape(problem)}</p>' for problem in run.problems),
-        _tiles(run, summed, errors, checked),
+        f'<div class="tiles">{"".join(_tile(figure) for figure in headline(run, drawn.replayed))}</div>',
         *(f"<p>Dropped {count}: {escape(reason)}</p>" for reason, count in summed.reasons.items()),
         *_sections(drawn, errors),
         _decisions(drawn),
@@ -78,42 +78,8 @@ def _subtitle(run: Run, summed: Totals) -> str:
     return "; ".join(parts)
 
 
-def _tiles(run: Run, summed: Totals, errors: Errors, checked: Integrity) -> str:
-    tiles = [
-        _tile(f"{summed.done}", f"trajectories finished of {summed.sampled}; {summed.dropped} dropped"),
-        *_reward_tiles(run),
-        _tile(number(summed.turns), f"model turns, {summed.resends} times cancelled and resent"),
-        _tile(f"{summed.flips}", f"role flips, {summed.failed_flips} failed"),
-        _tile(number(summed.output_tokens), f"tokens generated, {summed.tokens_per_s:.0f} per second"),
-        _tile(number(summed.prompt_tokens), f"prompt tokens, {summed.cached_share:.0%} of them cached"),
-    ]
-    if checked.turns:
-        tiles.append(
-            _tile(
-                f"{checked.lost}",
-                f"tokens lost: streams and episodes compared over {checked.turns} turns, {number(checked.tokens)} tokens",
-                "bad" if checked.lost else "good",
-            )
-        )
-    if errors.windows:
-        baseline = f"; persistence {errors.persistence_prefill:.1%}"
-        tiles.append(_tile(f"{errors.prefill:.1%}", f"WAPE of the prefill forecast{baseline}"))
-        baseline = f"; persistence {errors.persistence_admitted:.1%}"
-        tiles.append(_tile(f"{errors.admitted:.1%}", f"WAPE of the decode admission forecast{baseline}"))
-    return f'<div class="tiles">{"".join(tiles)}</div>'
-
-
-def _reward_tiles(run: Run) -> list[str]:
-    tiles = []
-    for split, words in (("train", "mean reward, first and last step"), ("test", "held-out reward, first and last")):
-        rewards = [step.reward for step in run.steps if step.split == split]
-        if rewards:
-            tiles.append(_tile(f"{rewards[0]:.2f} → {rewards[-1]:.2f}", words))
-    return tiles
-
-
-def _tile(value: str, words: str, kind: str = "") -> str:
-    return f'<div class="tile {kind}"><b>{escape(value)}</b><span>{escape(words)}</span></div>'
+def _tile(figure: Figure) -> str:
+    return f'<div class="tile {figure.kind}"><b>{escape(figure.value)}</b><span>{escape(figure.words)}</span></div>'
 
 
 def _sections(drawn: Drawn, errors: Errors) -> list[str]:

@@ -59,7 +59,6 @@ class StepRecord:
     reward: float
     """Mean over the step's trajectories."""
     trajectories: int
-    dropped: int = 0
     split: str = "train"
     """`test` is an evaluation on held-out questions."""
     metrics: dict[str, float] = field(default_factory=dict)
