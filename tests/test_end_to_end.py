@@ -28,7 +28,15 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def start(*overrides: str) -> subprocess.Popen[str]:
         command = [*PRORSA, "rollout", str(CONFIG), f"run_dir={tmp_path}", *overrides]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            # A shell's background jobs start with SIGINT ignored, and children inherit that. There is one thread here.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+        )
         started.append(process)
         return process
 
