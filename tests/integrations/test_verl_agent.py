@@ -127,6 +127,23 @@ def test_calls_reach_the_router_in_order() -> None:
     assert router.calls == [REQUEST, event]
 
 
+def test_a_cancelled_turn_is_cancelled_in_the_router_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled: list[object] = []
+    monkeypatch.setattr("prorsa.integrations.verl.agent.ray.cancel", cancelled.append)
+
+    async def main() -> None:
+        turn: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
+        router = SimpleNamespace(turn=SimpleNamespace(remote=lambda request: turn))
+        waiting = asyncio.create_task(RouterPorts(router, LAUNCH, max_staleness=0).generate(REQUEST))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert cancelled == [turn]
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(("newest", "dropped"), [(3, False), (4, False), (5, True)])
 def test_a_trajectory_too_far_behind_is_dropped(newest: int, dropped: bool) -> None:
     ports = RouterPorts(FakeRouter((3, newest)), LAUNCH, max_staleness=1)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 
 from prorsa.assembly import build_environment, build_sandboxes
@@ -52,7 +53,13 @@ class RouterPorts:
         await self._router.record.remote(event)
 
     async def generate(self, request: TurnRequest) -> TurnResult:
-        result: TurnResult = await self._router.turn.remote(request)
+        turn = self._router.turn.remote(request)
+        try:
+            result: TurnResult = await turn
+        except asyncio.CancelledError:
+            # Ray does not tell the actor by itself: the turn would go on for a trajectory that has ended.
+            ray.cancel(turn)
+            raise
         behind = max(result.versions, default=self._launch.version) - self._launch.version
         if behind > self._max_staleness and self.episode is not None:
             self.episode.drop(f"stale: {behind} weights versions behind, rollout.max_staleness={self._max_staleness}")
