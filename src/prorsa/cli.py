@@ -21,9 +21,9 @@ from prorsa.assembly import checkpoint, new_run_dir
 from prorsa.cluster.turns import TurnFailed
 from prorsa.config import Config, ConfigError, dump_config, load_config
 from prorsa.engines.protocol import EngineError
+from prorsa.report import charts
 from prorsa.report.headline import headline
-from prorsa.report.html import write_report
-from prorsa.report.measures import replay
+from prorsa.report.html import write_page, write_report
 from prorsa.report.picture import write_picture
 from prorsa.report.progress import LiveProgress
 from prorsa.report.rundir import TRACE, read_run
@@ -115,9 +115,9 @@ def begin(config: Config) -> Path:
 
 def conclude(run_dir: Path) -> None:
     """Write the report, and print the figures that head it."""
-    path = write_report(run_dir)
-    run = read_run(run_dir)
-    for figure in headline(run, replay(run)):
+    drawn = charts.prepare(read_run(run_dir))
+    path = write_page(drawn)
+    for figure in headline(drawn.run, drawn.replayed):
         console.print(f"{figure.value:>13}  {figure.words}", highlight=False, soft_wrap=True)
     console.print(f"report {path}", soft_wrap=True)
 

@@ -22,13 +22,11 @@ from prorsa.assembly import (
 from prorsa.config import Config, dump_config, load_config
 from prorsa.engines.protocol import Role
 from prorsa.report.recorder import RunRecorder
-from prorsa.report.rundir import CONFIG, StepRecord, read_trajectories
+from prorsa.report.rundir import CONFIG, LOGS, StepRecord, read_trajectories
 from prorsa.rollout.controller import Controller, Plan
 from prorsa.rollout.sampler import Group, Sampler
 from prorsa.rollout.verify import differences, recorded_turns
 
-LOGS = "logs"
-"""Of the engines, below the run directory."""
 SHOWN = 10
 """Differences that `verify` prints."""
 

@@ -40,15 +40,19 @@ details{margin-top:28px}summary{cursor:pointer;font-weight:600;font-size:16px}pr
 
 def write_report(run_dir: str | Path) -> Path:
     """Read a run directory and write its report into it. Raises FileNotFoundError where there is no run."""
-    run = read_run(run_dir)
-    path = run.directory / REPORT
-    path.write_text(render(run), encoding="utf-8")
+    return write_page(charts.prepare(read_run(run_dir)))
+
+
+def write_page(drawn: Drawn) -> Path:
+    """Write the report of a run that was read already."""
+    path = drawn.run.directory / REPORT
+    path.write_text(render(drawn), encoding="utf-8")
     return path
 
 
-def render(run: Run) -> str:
+def render(drawn: Drawn) -> str:
     """The whole page."""
-    drawn = charts.prepare(run)
+    run = drawn.run
     summed = totals(run, drawn.replayed)
     errors = forecast_errors(drawn.replayed.windows)
     name = escape(str(run.config.get("name", run.directory.name)))

@@ -9,6 +9,7 @@
     steps.jsonl          every training or rollout step
     trajectories.jsonl   the trajectories themselves, token by token, where the controller hands them over
     status.json          what is going on, replaced as a whole a few times a second
+    engines/             the logs of the engines
     report.html          see `prorsa.report.html`
 
 All times are seconds on the clock of the event loop that ran the rollout.
@@ -42,6 +43,7 @@ INSTANCES = "instances.jsonl"
 STEPS = "steps.jsonl"
 TRAJECTORIES = "trajectories.jsonl"
 STATUS = "status.json"
+LOGS = "engines"
 
 Json = dict[str, Any]
 T = TypeVar("T")

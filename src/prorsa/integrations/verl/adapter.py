@@ -9,7 +9,7 @@ from verl.workers.rollout.base import BaseRollout
 
 from prorsa.integrations.verl.checkpoint import WIRE_FORMAT
 from prorsa.integrations.verl.loaded import mark
-from prorsa.integrations.verl.settings import Settings
+from prorsa.integrations.verl.settings import NAME, Settings
 from prorsa.integrations.verl.weights import NamedTensors, publish
 
 
@@ -18,7 +18,7 @@ class ProrsaAdapter(BaseRollout):  # type: ignore[misc]
         self, config: Any, model_config: Any, device_mesh: Any, *args: Any, replica_rank: int = 0, **kwargs: Any
     ) -> None:
         super().__init__(config, model_config, device_mesh)
-        self.settings = Settings.of(self.config.custom["prorsa"])
+        self.settings = Settings.of(self.config.custom[NAME])
         self.replica_rank = replica_rank
         self.is_leader_rank = os.environ.get("RANK", "0") == "0"
         mark(self.settings, "adapter")

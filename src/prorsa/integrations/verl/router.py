@@ -25,10 +25,9 @@ from prorsa.integrations.verl.loaded import mark
 from prorsa.integrations.verl.settings import NAME, Settings
 from prorsa.lifecycle.events import Done, Dropped, Event, RewardStarted, Sampled
 from prorsa.report.recorder import RunRecorder
+from prorsa.report.rundir import LOGS
 from prorsa.rollout.tokenizer import ChatTokenizer
 
-LOGS = "engines"
-"""Directory of the engines' logs, below the run directory."""
 MOST_CALLS = 100_000
 """Calls that Ray lets wait in the actor at a time; every live trajectory has one."""
 
