@@ -111,7 +111,8 @@ def outcome(run: Run) -> tuple[int, int]:
 def test_flips_and_a_killed_engine_cost_no_trajectory_and_change_no_token(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    process = start()
+    # A wrong split and a short horizon: however fast the machine is, the roles have to change.
+    process = start("policy.split='1:3'", "policy.horizon=0.05", "policy.prefill_tokens_per_s=1000")
     wait_for(lambda: finished(tmp_path) >= 10)
     victim = engines_of(process)[-1]
     below = descendants(process.pid)
