@@ -132,7 +132,7 @@ class Turn:
         """The next attempt continues from the tokens retained so far, with what is left of the budget."""
         sampling: SamplingParams = replace(self.request.sampling, max_new_tokens=self.budget)
         rid = f"{self.name}.{len(self.instances)}"
-        return GenerateRequest(rid, (*self.request.input_ids, *self.tokens), sampling, bootstrap)
+        return GenerateRequest(rid, self.request.input_ids + tuple(self.tokens), sampling, bootstrap)
 
     def keep(self, attempt: Attempt, verdict: Verdict) -> None:
         """Take over what an ended attempt has produced, up to the first stop token and within the budget."""

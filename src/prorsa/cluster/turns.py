@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prorsa.engines.protocol import FinishReason, SamplingParams
+from prorsa.engines.protocol import FinishReason, SamplingParams, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +12,7 @@ class TurnRequest:
     trajectory: str
     turn: int
     """0 for the first model turn of the trajectory."""
-    input_ids: tuple[int, ...]
+    input_ids: Tokens
     sampling: SamplingParams
     """`max_new_tokens` is the budget of the whole turn; it holds over any number of resends."""
 

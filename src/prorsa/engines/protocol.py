@@ -8,7 +8,7 @@ a decode instance, which streams the tokens (the first of them was sampled by th
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -19,6 +19,16 @@ class Role(StrEnum):
     DECODE = "decode"
     MIXED = "mixed"
     """Both stages on one engine, the colocated baseline (SGLang calls it "null")."""
+
+
+class Tokens(Protocol):
+    """Token ids of a context. A tuple is one; a simulation may count where it need not store."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[int]: ...
+    def __getitem__(self, index: int, /) -> int: ...
+    def __add__(self, other: tuple[int, ...], /) -> Tokens: ...
+    def __hash__(self) -> int: ...
 
 
 class FinishReason(StrEnum):
@@ -53,7 +63,7 @@ class Bootstrap:
 class GenerateRequest:
     rid: str
     """Unique for each attempt; both legs of one attempt share it."""
-    input_ids: tuple[int, ...]
+    input_ids: Tokens
     sampling: SamplingParams
     bootstrap: Bootstrap | None = None
     """None on a mixed engine."""

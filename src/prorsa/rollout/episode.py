@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -53,11 +53,11 @@ class Tokenizer(Protocol):
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, add_generation_prompt: bool
-    ) -> list[int]: ...
+    ) -> Sequence[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
-    def tool_turn(self, result_text: str) -> list[int]:
+    def tool_turn(self, result_text: str) -> Sequence[int]:
         """The ids between a turn's end-of-turn token and the first token of the next assistant turn."""
         ...
 
@@ -96,6 +96,8 @@ class Environment:
     """By name."""
     reward: Reward
     bounds: Bounds
+    transcript: Callable[[Sequence[int]], Transcript] = Transcript
+    """What keeps a trajectory's tokens while it runs."""
 
 
 class NoRoom(Exception):
@@ -107,7 +109,7 @@ class Episode:
         self.launch = launch
         self._environment = environment
         self._ports = ports
-        self._transcript = Transcript(())
+        self._transcript = environment.transcript(())
         self._last: events.Event | None = None
         """The last step that was handed to `record`; no trajectory exists before there is one."""
         self._recorded = True
@@ -151,7 +153,8 @@ class Episode:
     async def _play(self) -> None:
         launch = self.launch
         task = self._environment.task
-        self._transcript = Transcript(self._environment.tokenizer.render(launch.question.messages, task.tools, True))
+        prompt = self._environment.tokenizer.render(launch.question.messages, task.tools, True)
+        self._transcript = self._environment.transcript(prompt)
         prompt_tokens = len(self._transcript)
         await self._record(events.Sampled(*self._stamp(), launch.group, task.name, launch.version, prompt_tokens))
         async with self._environment.sandboxes.sandbox() as sandbox:
@@ -247,7 +250,7 @@ class Episode:
         )
 
 
-def fit_tool_turn(tokenizer: Tokenizer, text: str, room: int) -> list[int]:
+def fit_tool_turn(tokenizer: Tokenizer, text: str, room: int) -> Sequence[int]:
     """The tool turn for `text`, with its end cut off until it has at most `room` tokens; the empty one is never cut."""
     ids = tokenizer.tool_turn(text)
     while len(ids) > room and text:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prorsa.cluster.turns import TurnResult
+from prorsa.engines.protocol import Tokens
 
 NO_LOGPROB = 0.0
 NO_VERSION = -1
@@ -49,6 +50,8 @@ class Transcript:
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self.prompt_ids = tuple(prompt_ids)
+        self.context: Tokens = self.prompt_ids
+        """The prompt and everything after it."""
         self.response_ids: list[int] = []
         self.response_mask: list[int] = []
         self.logprobs: list[float] = []
@@ -57,11 +60,7 @@ class Transcript:
 
     def __len__(self) -> int:
         """Length of the context, prompt included."""
-        return len(self.prompt_ids) + len(self.response_ids)
-
-    @property
-    def context(self) -> tuple[int, ...]:
-        return (*self.prompt_ids, *self.response_ids)
+        return len(self.context)
 
     def add_turn(self, result: TurnResult) -> None:
         """Raises ValueError when the result's parts differ in length: training on it would be silently wrong."""
@@ -78,6 +77,7 @@ class Transcript:
         self._add(token_ids, [0] * n, [NO_LOGPROB] * n, [NO_VERSION] * n)
 
     def _add(self, ids: Sequence[int], mask: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
+        self.context = self.context + tuple(ids)
         self.response_ids += ids
         self.response_mask += mask
         self.logprobs += logprobs
