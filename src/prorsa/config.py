@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import wrap
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -19,6 +19,7 @@ END = "\n..."
 """What ends a YAML document that is a bare scalar."""
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
+S = TypeVar("S", bound="Section")
 
 
 class ConfigError(Exception):
@@ -225,24 +226,37 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
 
     Raises `ConfigError`.
     """
+    return parse_config(read_yaml(path, overrides, "config"))
+
+
+def read_yaml(path: str | Path, overrides: list[str] | None = None, what: str = "config") -> dict[str, Any]:
+    """The mapping that a YAML file holds, with `key=value` overrides applied. `what` names the file in errors.
+
+    Raises `ConfigError`.
+    """
     try:
         data = yaml.safe_load(Path(path).read_text())
     except OSError as error:
-        raise ConfigError(f"config={path}: cannot be read ({error.strerror}); give the path of a YAML file") from error
+        raise ConfigError(f"{what}={path}: cannot be read ({error.strerror}); give the path of a YAML file") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"config={path}: not valid YAML ({error}); mend the file") from error
+        raise ConfigError(f"{what}={path}: not valid YAML ({error}); mend the file") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"config={path}: holds {type(data).__name__}; a mapping of sections is needed")
+        raise ConfigError(f"{what}={path}: holds {type(data).__name__}; a mapping of sections is needed")
     for override in overrides or []:
         _apply(data, override)
-    return parse_config(data)
+    return data
 
 
 def parse_config(data: dict[str, Any]) -> Config:
+    return validated(Config, data)
+
+
+def validated(section: type[S], data: dict[str, Any], where: str = "") -> S:
+    """Raises `ConfigError`, each line of which begins with `where`."""
     try:
-        return Config.model_validate(data)
+        return section.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from error
+        raise ConfigError("\n".join(where + _explain(problem) for problem in error.errors())) from error
 
 
 def _apply(data: dict[str, Any], override: str) -> None:

@@ -1,0 +1,93 @@
+"""A hardware profile: what one engine instance of a model on a kind of GPU can do. A small file that users write too.
+
+A profile is a YAML file with the fields of `Profile`, beside a CSV grid of measured operator times:
+
+    phase,tokens,context,attn_ms,dense_ms,moe_ms,moe_skewed_ms,comm_ms
+
+For phase `prefill`, `tokens` new tokens of one attention data-parallel (DP) rank follow `context` tokens of prefix. For phase
+`decode`, a batch of `tokens` requests of one rank has `context` tokens each. `attn_ms` and `dense_ms` are the rank's own;
+`moe_ms` (balanced experts), `moe_skewed_ms` (power-law experts) and `comm_ms` are what all ranks together then take, where
+all carry that much. An engine without experts has zeros there.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from prorsa.config import ConfigError, Positive, Section, read_yaml, validated
+
+NonNegative = Annotated[float, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0)]
+
+
+class Profile(Section):
+    name: str
+    model: str
+    gpu: str
+    source: str
+    """Where the grid comes from: measured by whom, with what, and under which licence."""
+    gpus: Positive
+    """GPUs of one instance."""
+    gpus_per_server: Positive = 8
+    ranks: Positive
+    """Attention DP ranks of one instance. Each has its own queue and KV-cache pool."""
+    grid: str
+    """CSV file beside this one."""
+    chunk: Positive
+    """Prompt tokens that a rank prefills in one step."""
+    kv_tokens: Positive
+    """KV-cache capacity of a rank, tokens."""
+    kv_bytes: Positive
+    """KV cache of one token, bytes over all GPUs of a rank: what moves from prefill to decode."""
+    max_running: Positive
+    """Requests that a rank decodes at once."""
+    usable_kv_tokens: Positive | None = None
+    """C of one instance for the allocation (paper, Eq. 1), tokens; None: all of its ranks' capacity."""
+    expert_imbalance: NonNegative = 0.0
+    """0: every expert gets the same load; 1: the power-law load of the grid; between and beyond is interpolated."""
+    step_overhead_s: NonNegative = 0.0
+    """Host time that a step adds to the operators' time, seconds."""
+    network_bytes_per_s: Rate
+    """What a rank's network interfaces carry."""
+    network_latency_s: NonNegative = 0.0
+    store_bytes_per_s: Rate
+    """What the KV store outside the instances gives to, or takes from, all instances together."""
+    flip_s: NonNegative
+    """Dead time of a role switch after the drain, seconds."""
+    update_s: NonNegative
+    """A weight update, seconds."""
+    restart_s: NonNegative = 120.0
+    """Starting an instance anew, weights included, seconds; it is also what regrouping ranks costs."""
+    directory: str = ""
+    """Where the file was read from; set by `load_profile`."""
+
+    @property
+    def instance_kv_tokens(self) -> int:
+        return self.ranks * self.kv_tokens
+
+
+SHIPPED = files("prorsa.simulation") / "profiles"
+
+
+def shipped_profiles() -> list[str]:
+    """Names of the profiles that come with Prorsa."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in SHIPPED.iterdir() if entry.name.endswith(".yaml"))
+
+
+def load_profile(name: str, **changes: Any) -> Profile:
+    """A shipped profile by its name, or any by the path of its YAML file; `changes` replace fields.
+
+    Raises `ConfigError` with the file, the key, the value and the remedy.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else Path(str(SHIPPED / f"{name}.yaml"))
+    if not path.is_file():
+        shipped = ", ".join(shipped_profiles())
+        raise ConfigError(
+            f"profile={name}: there is no file {path}; give the path of a YAML file, or one of: {shipped}"
+        )
+    data = read_yaml(path, what="profile")
+    return validated(Profile, data | changes | {"directory": str(path.parent)}, f"profile {name}: ")
