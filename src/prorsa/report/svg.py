@@ -238,6 +238,42 @@ def lane_chart(
     return Chart("".join(parts) + _labels(x_label, "" if named else y_label, height), height)
 
 
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """One bar in every group; None leaves its place empty."""
+
+    name: str
+    colour: str
+    values: Sequence[float | None]
+
+
+def bar_chart(
+    groups: Sequence[str], bars: Sequence[Bars], y_label: str, *, height: float = 260, level: float | None = None
+) -> Chart:
+    """Groups of bars side by side, each group named below. `level` is the y value of a thin horizontal line."""
+    values = [value for one in bars for value in one.values if value is not None]
+    y = Scale(0.0, 1.08 * max([*values, level or 0.0], default=1.0) or 1.0, height - BOTTOM, TOP)
+    x = Scale(0.0, len(groups), LEFT, WIDTH - RIGHT)
+    width = 0.8 * (x(1) - x(0)) / max(len(bars), 1)
+    parts = [_legend([(one.name, _square(one.colour)) for one in bars]), _rungs(y)]
+    for column, one in enumerate(bars):
+        for group, value in enumerate(one.values):
+            if value is not None:
+                left = x(group + 0.1) + column * width
+                parts.append(_column(one, groups[group], value, left, width, y))
+    parts += [text(name, x(group + 0.5), height - BOTTOM + 16, "middle") for group, name in enumerate(groups)]
+    if level is not None:
+        parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y(level), y2=y(level), class_="mark"))
+    parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=height - BOTTOM, y2=height - BOTTOM, class_="axis"))
+    return Chart("".join(parts) + _labels("", y_label, height), height)
+
+
+def _column(bars: Bars, group: str, value: float, left: float, width: float, y: Scale) -> str:
+    title = tag("title", escape(f"{group}: {bars.name} {number(value)}"))
+    top = y(value)
+    return tag("rect", title, x=left, y=top, width=0.92 * width, height=y.start - top, fill=f"var(--{bars.colour})")
+
+
 def _bar(span: Span, x: Scale, top: float, height: float) -> str:
     left, right = x(span.start), x(span.end)
     return tag(
@@ -296,12 +332,18 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
 
 def _grid(x: Scale, y: Scale, height: float) -> str:
     bottom = height - BOTTOM
+    parts = [_rungs(y)]
+    parts += [text(number(tick), x(tick), bottom + 16, "middle") for tick in x.ticks()]
+    parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=bottom, y2=bottom, class_="axis"))
+    return "".join(parts)
+
+
+def _rungs(y: Scale) -> str:
+    """Horizontal grid lines, labelled."""
     parts: list[str] = []
     for tick in y.ticks():
         parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y(tick), y2=y(tick), class_="grid"))
         parts.append(text(number(tick), LEFT - 8, y(tick) + 4, "end"))
-    parts += [text(number(tick), x(tick), bottom + 16, "middle") for tick in x.ticks()]
-    parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=bottom, y2=bottom, class_="axis"))
     return "".join(parts)
 
 
