@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -11,31 +10,13 @@ import yaml
 from prorsa.cluster.observers import Decision, Flip
 from prorsa.report import charts
 from prorsa.report.charts import Drawn
-from prorsa.report.headline import Figure, headline
+from prorsa.report.headline import headline
 from prorsa.report.measures import Errors, Totals, forecast_errors, totals
+from prorsa.report.page import page, section, table, tiles
 from prorsa.report.rundir import Run, read_run
-from prorsa.report.svg import Chart, number, style
+from prorsa.report.svg import number
 
 REPORT = "report.html"
-MOST_ROWS = 400
-"""Rows of a table; of more, the last ones are shown."""
-
-CSS = """
-body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,-apple-system,'Segoe UI',sans-serif}
-main{max-width:1020px;margin:0 auto;padding:28px 20px 60px}
-h1{font-size:26px;margin:0 0 2px}h2{font-size:18px;margin:40px 0 4px}
-p{margin:4px 0 8px;color:var(--soft)}p.problem{color:var(--dropped)}
-svg{width:100%;height:auto;display:block}
-.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(190px,1fr));gap:10px;margin:20px 0}
-.tile{border:1px solid var(--grid);border-radius:8px;padding:10px 14px}
-.tile b{display:block;font-size:22px;font-weight:650}.tile span{color:var(--soft);font-size:13px}
-.tile.bad b{color:var(--dropped)}.tile.good b{color:var(--tool)}
-.scroll{overflow:auto;max-height:440px}
-table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums;width:100%}
-th,td{padding:3px 10px;text-align:right;border-bottom:1px solid var(--grid);white-space:nowrap}
-th{position:sticky;top:0;background:var(--paper)}th:first-child,td:first-child{text-align:left}
-details{margin-top:28px}summary{cursor:pointer;font-weight:600;font-size:16px}pre{font-size:12.5px;overflow:auto}
-"""
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -55,23 +36,16 @@ def render(drawn: Drawn) -> str:
     run = drawn.run
     summed = totals(run, drawn.replayed)
     errors = forecast_errors(drawn.replayed.windows)
-    name = escape(str(run.config.get("name", run.directory.name)))
+    name = str(run.config.get("name", run.directory.name))
     body = [
-        f"<h1>{name}</h1>",
-        f"<p>{escape(_subtitle(run, summed))}</p>",
-        *(f'<p class="problem">Incomplete: {escape(problem)}</p>' for problem in run.problems),
-        f'<div class="tiles">{"".join(_tile(figure) for figure in headline(run, drawn.replayed))}</div>',
+        tiles([(figure.value, figure.words, figure.kind) for figure in headline(run, drawn.replayed)]),
         *(f"<p>Dropped {count}: {escape(reason)}</p>" for reason, count in summed.reasons.items()),
         *_sections(drawn, errors),
         _decisions(drawn),
         _flips(drawn),
         _configuration(run),
     ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{name} - Prorsa</title><style>{style()}{CSS}</style></head><body><main>{''.join(body)}</main></body></html>"
-    )
+    return page(name, _subtitle(run, summed), run.problems, body)
 
 
 def _subtitle(run: Run, summed: Totals) -> str:
@@ -82,65 +56,56 @@ def _subtitle(run: Run, summed: Totals) -> str:
     return "; ".join(parts)
 
 
-def _tile(figure: Figure) -> str:
-    return f'<div class="tile {figure.kind}"><b>{escape(figure.value)}</b><span>{escape(figure.words)}</span></div>'
-
-
 def _sections(drawn: Drawn, errors: Errors) -> list[str]:
     latencies = drawn.latencies
     steps = " Dotted lines are the ends of training steps." if drawn.marks else ""
     shown = min(len(drawn.replayed.stays), charts.MOST_LANES)
     over = "over the steps" if drawn.run.steps else "in the order of finishing"
     return [
-        _section("Reward", charts.reward_chart(drawn), f"Mean reward of the trajectories, {over}."),
-        _section(
+        section("Reward", charts.reward_chart(drawn), f"Mean reward of the trajectories, {over}."),
+        section(
             "Roles over time",
             charts.roles_chart(drawn),
             "What every engine instance did: the roles follow the forecast demand. A flip lasts from leaving the old "
             f"pool until serving in the new one.{steps}",
         ),
-        _section(
+        section(
             "Prefill share",
             charts.share_chart(drawn),
             "The share of the demand, counted in instances, that is prefill, and the share of the instances that did prefill "
             "at each decision. Flips bring the second to the first.",
         ),
-        _section(
+        section(
             "Prefill forecast against what happened",
             charts.prefill_forecast_chart(drawn),
             f"Prompt tokens to prefill in each of {errors.windows} windows, at the time of the forecast. WAPE "
             f"{errors.prefill:.1%}; if every window were like the one before, {errors.persistence_prefill:.1%}.",
         ),
-        _section(
+        section(
             "Decode admission forecast against what happened",
             charts.admissions_forecast_chart(drawn),
             "Prompt tokens of the requests that finish their prefill and enter decode in each window. WAPE "
             f"{errors.admitted:.1%}; if every window were like the one before, {errors.persistence_admitted:.1%}.",
         ),
-        _section(
+        section(
             "Cumulative tokens",
             charts.tokens_chart(drawn),
             "Prompt tokens prefilled and tokens decoded so far. The dashed line leaves out what a prefix cache or the KV "
             "store had already.",
         ),
-        _section(
+        section(
             "Inter-token latency",
             charts.latency_chart(drawn),
             "Time from one token of a turn to the next, in bins of time; tokens that arrive together share it, and a resend "
             f"in between counts. Over the whole run the median is {1000 * latencies.overall_p50:.1f} ms and the 99th "
             f"percentile {1000 * latencies.overall_p99:.1f} ms.",
         ),
-        _section(
+        section(
             "Trajectories",
             charts.timeline_chart(drawn),
             f"{shown} of {len(drawn.replayed.stays)} trajectories, a lane each, coloured by state.",
         ),
     ]
-
-
-def _section(title: str, chart: Chart | None, words: str) -> str:
-    shown = f"{chart.svg()}<p>{escape(words)}</p>" if chart else "<p>The run directory has nothing to show here.</p>"
-    return f"<section><h2>{escape(title)}</h2>{shown}</section>"
 
 
 def _decisions(drawn: Drawn) -> str:
@@ -150,7 +115,7 @@ def _decisions(drawn: Drawn) -> str:
         "What the global manager saw and answered. W: forecast prefill tokens; theta: effective prefill speed; a: prefill "
         "demand in instances; K: decode KV cache, now and admitted; b: decode demand in instances; roles as prefill:decode."
     )
-    return _table("Decisions", words, header, rows)
+    return table("Decisions", words, header, rows)
 
 
 def _decision(decision: Decision, start: float) -> list[str]:
@@ -172,7 +137,7 @@ def _flips(drawn: Drawn) -> str:
     header = ["time, s", "instance", "flip", "cancelled", "drain, s", "flip, s", "result"]
     rows = [_flip(flip, drawn.start) for flip in drawn.run.flips]
     words = "Every role switch: the requests that it cancelled, all of them resent, and how long it took."
-    return _table("Flips", words, header, rows)
+    return table("Flips", words, header, rows)
 
 
 def _flip(flip: Flip, start: float) -> list[str]:
@@ -190,14 +155,3 @@ def _flip(flip: Flip, start: float) -> list[str]:
 def _configuration(run: Run) -> str:
     text = escape(yaml.safe_dump(run.config, sort_keys=False))
     return f"<details><summary>Configuration</summary><pre>{text}</pre></details>"
-
-
-def _table(title: str, words: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    shown = rows[-MOST_ROWS:]
-    which = f"{len(rows)}" if len(shown) == len(rows) else f"last {len(shown)} of {len(rows)}"
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in shown)
-    return (
-        f"<details><summary>{escape(title)} ({which})</summary><p>{escape(words)}</p>"
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></details>'
-    )
