@@ -288,3 +288,19 @@ def test_ten_thousand_come_and_go_and_the_rows_stay_dense() -> None:
     assert sorted(snapshot.tokens.tolist()) == list(range(9_900, 10_000))
     assert all(snapshot.ids[row] == f"t{snapshot.tokens[row]}" for row in range(100))
     assert all(snapshot.names.groups[snapshot.group[row]] == f"g{snapshot.version[row]}" for row in range(100))
+
+
+def test_the_names_of_ended_groups_are_forgotten() -> None:
+    """Three groups live at a time, of 1,000; the second member of each outlives the first."""
+    tracker = Tracker()
+    for i in range(1_000):
+        for member in range(2):
+            tracker.apply(Sampled(float(i), f"t{i}.{member}", f"g{i}", "x", i))
+        tracker.apply(Dropped(float(i), f"t{i}.0", "stale"))
+        if i >= 3:
+            assert tracker.apply(Dropped(float(i), f"t{i - 3}.1", "stale")).group == f"g{i - 3}"
+        snapshot = tracker.snapshot(float(i))
+        assert len(snapshot) == min(i + 1, 3)
+        assert len(snapshot.names.groups) <= 4
+        for group, version in zip(snapshot.group, snapshot.version, strict=True):
+            assert snapshot.names.groups[group] == f"g{version}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,10 @@ NONE = -1
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What the integer codes of a snapshot stand for: `tasks[code]` is the name. Codes are never reused in a run."""
+    """What the integer codes of a snapshot stand for: `tasks[code]` is the name.
+
+    A code stands for the same name as long as the run lasts; that of a group only while one of its trajectories is live.
+    """
 
     groups: tuple[str, ...]
     tasks: tuple[str, ...]
@@ -64,8 +68,7 @@ class Snapshot:
         return len(self.ids)
 
 
-@dataclass(frozen=True, slots=True)
-class Transition:
+class Transition(NamedTuple):
     """What one applied event meant: from which state to which, and how long the trajectory had been in the former.
 
     Whatever learns from the rollout (duration statistics, prefill speed, metrics) is fed these.

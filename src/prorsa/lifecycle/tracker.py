@@ -7,35 +7,37 @@ array copies however many trajectories have come and gone.
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import numpy as np
 
 from prorsa.lifecycle import events as e
 from prorsa.lifecycle.snapshot import NONE, Names, Snapshot, Transition
-from prorsa.lifecycle.states import TRANSITIONS, State
+from prorsa.lifecycle.states import LIVE, TRANSITIONS, State
 
 REMEMBERED = 65_536
 """Ended trajectories whose last state is still known, so that a late event is refused by its name: about 10 MB."""
 
-_COLUMNS: dict[str, type[np.generic]] = {
-    "state": np.int8,
-    "since": np.float64,
-    "tokens": np.int64,
-    "turn": np.int32,
-    "version": np.int32,
-    "order": np.int64,
-    "group": np.int32,
-    "task": np.int32,
-    "tool": np.int32,
-    "instance": np.int32,
-    "mode": np.int8,
-    "image": np.int32,
-    "node_class": np.int32,
-    "concurrency": np.int32,
-    "sampled_at": np.float64,
+_COLUMNS = {
+    "state": "b",
+    "since": "d",
+    "tokens": "q",
+    "turn": "i",
+    "version": "i",
+    "order": "q",
+    "group": "i",
+    "task": "i",
+    "tool": "i",
+    "instance": "i",
+    "mode": "b",
+    "image": "i",
+    "node_class": "i",
+    "concurrency": "i",
+    "sampled_at": "d",
 }
-"""The columns of a `Snapshot`, and `sampled_at`, which only transitions report."""
+"""The columns of a `Snapshot`, and `sampled_at`, which only transitions report; with their `array` type codes. One value of
+an `array` is read and written several times faster than one of a NumPy array, which a snapshot makes of each."""
 
 _NAMED = {
     "group": "groups",
@@ -48,6 +50,7 @@ _NAMED = {
 """The columns that hold codes, and the field of `Names` that each is decoded with."""
 _TRANSIENT = ("tool", "instance", "mode", "image", "node_class")
 """What belongs to one state only, and is NONE in every other."""
+_STATES = tuple(State)
 _MODES = tuple(e.SandboxMode)
 
 
@@ -63,26 +66,41 @@ class IllegalTransition(Exception):
 
 
 class _Codes:
-    """Names to small integers and back; a code is never reused."""
+    """Names to small integers and back. A code is never reused unless it is released."""
 
     def __init__(self) -> None:
         self._codes: dict[str, int] = {}
         self._names: list[str] = []
-        self._picture: tuple[str, ...] = ()
+        self._released: list[int] = []
+        self._picture: tuple[str, ...] | None = None
 
     def code(self, name: str) -> int:
-        code = self._codes.setdefault(name, len(self._names))
-        if code == len(self._names):
-            self._names.append(name)
-        return code
+        code = self._codes.get(name)
+        return self._new(name) if code is None else code
 
     def name(self, code: int) -> str | None:
         return None if code == NONE else self._names[code]
 
     def names(self) -> tuple[str, ...]:
-        if len(self._picture) != len(self._names):
+        if self._picture is None:
             self._picture = tuple(self._names)
         return self._picture
+
+    def release(self, code: int) -> None:
+        """Nothing has the code any more: the next new name gets it."""
+        del self._codes[self._names[code]]
+        self._released.append(code)
+
+    def _new(self, name: str) -> int:
+        self._picture = None
+        if self._released:
+            code = self._released.pop()
+            self._names[code] = name
+        else:
+            code = len(self._names)
+            self._names.append(name)
+        self._codes[name] = code
+        return code
 
 
 class Tracker:
@@ -92,12 +110,12 @@ class Tracker:
         self._rows: dict[str, int] = {}
         self._ids: list[str] = []
         self._ended: dict[str, State] = {}
-        self._counts = {state: 0 for state in State if state.live}
+        self._counts = {state: 0 for state in State if state in LIVE}
         self._entries = 0
         self._codes = {name: _Codes() for name in _NAMED}
-        self._columns: dict[str, np.ndarray[Any, Any]] = {
-            name: np.zeros(64, dtype=kind) for name, kind in _COLUMNS.items()
-        }
+        self._members: dict[int, int] = {}
+        """Live trajectories by the code of their group, which is released with the last of them."""
+        self._columns: dict[str, array[Any]] = {name: array(code) for name, code in _COLUMNS.items()}
 
     def __len__(self) -> int:
         """How many trajectories are live."""
@@ -110,7 +128,7 @@ class Tracker:
     def state(self, trajectory: str) -> State:
         """The present state; DONE or DROPPED for one that ended lately (see `REMEMBERED`). Raises KeyError if unknown."""
         row = self._rows.get(trajectory)
-        return self._ended[trajectory] if row is None else State(self._columns["state"][row])
+        return self._ended[trajectory] if row is None else _STATES[self._columns["state"][row]]
 
     def counts(self) -> dict[State, int]:
         """Live trajectories by state, every live state included."""
@@ -122,29 +140,29 @@ class Tracker:
             return self._sample(event)
         row, before, after = self._check(event)
         columns = self._columns
-        tokens_before = int(columns["tokens"][row])
-        turn = int(columns["turn"][row])
+        tokens_before = columns["tokens"][row]
         tokens = getattr(event, "tokens", tokens_before)
+        mode = columns["mode"][row]
         transition = Transition(
             event=event,
             before=before,
             after=after,
-            elapsed=event.time - float(columns["since"][row]),
+            elapsed=event.time - columns["since"][row],
             tokens_before=tokens_before,
             tokens=tokens,
-            turn=turn,
+            turn=columns["turn"][row],
             task=self._name("task", row) or "",
             group=self._name("group", row) or "",
             tool=self._name("tool", row),
             instance=self._name("instance", row),
-            mode=None if columns["mode"][row] == NONE else _MODES[columns["mode"][row]],
+            mode=None if mode == NONE else _MODES[mode],
             image=self._name("image", row),
             node_class=self._name("node_class", row),
-            concurrency=int(columns["concurrency"][row]),
-            sampled_at=float(columns["sampled_at"][row]),
+            concurrency=columns["concurrency"][row],
+            sampled_at=columns["sampled_at"][row],
         )
         self._counts[before] -= 1
-        if after.live:
+        if after in LIVE:
             self._enter(row, after, event, tokens)
         else:
             self._remove(event.trajectory, row, after)
@@ -154,14 +172,13 @@ class Tracker:
         """Add newly streamed tokens to the context of a trajectory in DECODE. Raises `IllegalTransition` elsewhere."""
         row = self._rows.get(trajectory)
         if row is None or self._columns["state"][row] != State.DECODE:
-            state = self._ended.get(trajectory) if row is None else State(self._columns["state"][row])
+            state = self._ended.get(trajectory) if row is None else self.state(trajectory)
             raise IllegalTransition(trajectory, state, f"{tokens} decoded tokens", "they need it in DECODE")
         self._columns["tokens"][row] += tokens
 
     def snapshot(self, time: float) -> Snapshot:
         """Every live trajectory as it is now; `time` is only noted."""
-        rows = len(self._ids)
-        columns = {name: column[:rows].copy() for name, column in self._columns.items() if name != "sampled_at"}
+        columns = {name: np.array(column) for name, column in self._columns.items() if name != "sampled_at"}
         for column in columns.values():
             column.setflags(write=False)
         names = Names(**{field: self._codes[name].names() for name, field in _NAMED.items()})
@@ -173,12 +190,12 @@ class Tracker:
         if row is None:
             state = self._ended.get(event.trajectory)
             raise IllegalTransition(event.trajectory, state, event, "it needs a live trajectory")
-        before = State(self._columns["state"][row])
+        before = _STATES[self._columns["state"][row]]
         sources, after = TRANSITIONS[type(event)]
         if before not in sources:
             allowed = ", ".join(state.name for state in sorted(sources))
             raise IllegalTransition(event.trajectory, before, event, f"it may only come from {allowed}")
-        since = float(self._columns["since"][row])
+        since = self._columns["since"][row]
         if not event.time >= since:
             raise IllegalTransition(event.trajectory, before, event, f"its time is before the last event's, {since}")
         return row, before, after
@@ -193,7 +210,7 @@ class Tracker:
         columns["turn"][row] = 0
         columns["version"][row] = event.version
         columns["order"][row] = NONE
-        columns["group"][row] = self._codes["group"].code(event.group)
+        columns["group"][row] = self._join(event.group)
         columns["task"][row] = self._codes["task"].code(event.task)
         columns["sampled_at"][row] = event.time
         self._enter(row, State.SAMPLED, event, event.prompt_tokens)
@@ -244,25 +261,37 @@ class Tracker:
                 columns["turn"][row] += 1
 
     def _name(self, column: str, row: int) -> str | None:
-        return self._codes[column].name(int(self._columns[column][row]))
+        return self._codes[column].name(self._columns[column][row])
+
+    def _join(self, group: str) -> int:
+        code = self._codes["group"].code(group)
+        self._members[code] = self._members.get(code, 0) + 1
+        return code
+
+    def _leave(self, group: int) -> None:
+        self._members[group] -= 1
+        if not self._members[group]:
+            del self._members[group]
+            self._codes["group"].release(group)
 
     def _append(self, trajectory: str) -> int:
         row = len(self._ids)
-        if row == len(self._columns["state"]):
-            self._columns = {name: np.concatenate([column, column]) for name, column in self._columns.items()}
+        for column in self._columns.values():
+            column.append(NONE)
         self._ids.append(trajectory)
         self._rows[trajectory] = row
         return row
 
     def _remove(self, trajectory: str, row: int, state: State) -> None:
-        last = len(self._ids) - 1
-        if row != last:
-            for column in self._columns.values():
-                column[row] = column[last]
-            moved = self._ids[last]
+        self._leave(self._columns["group"][row])
+        for column in self._columns.values():
+            last = column.pop()
+            if row < len(column):
+                column[row] = last
+        moved = self._ids.pop()
+        if moved != trajectory:
             self._ids[row] = moved
             self._rows[moved] = row
-        self._ids.pop()
         del self._rows[trajectory]
         self._ended[trajectory] = state
         if len(self._ended) > REMEMBERED:
