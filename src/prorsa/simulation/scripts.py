@@ -6,7 +6,7 @@ the system (queues, prefill, decode, resends, re-prefills) is not in a script: t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 
@@ -39,6 +39,30 @@ class Script:
     def total_tokens(self) -> int:
         """Context length at the end."""
         return self.prompt_tokens + sum(turn.output_tokens + turn.appended_tokens for turn in self.turns)
+
+    def within(self, max_context: int) -> Script:
+        """The script as a context of at most `max_context` tokens lets it run.
+
+        It ends with the turn after which the tool's result would take more than half of the tokens that are left (the
+        bound of an episode), or after which the next turn would not fit; a first turn that does not fit is cut.
+        Raises ValueError where the prompt leaves no room for a turn of two tokens.
+        """
+        room = max_context - self.prompt_tokens
+        first, *later = self.turns
+        if room < 2:
+            raise ValueError(f"a prompt of {self.prompt_tokens} tokens leaves no room for a turn of 2 in {max_context}")
+        turns = [first if first.output_tokens <= room else replace(first, output_tokens=room)]
+        left = room - turns[0].output_tokens
+        for turn in later:
+            appended = turns[-1].appended_tokens
+            if appended > left // 2 or appended + turn.output_tokens > left:
+                break
+            left -= appended + turn.output_tokens
+            turns.append(turn)
+        if len(turns) == len(self.turns) and turns[0] is first:
+            return self
+        turns[-1] = TurnScript(turns[-1].output_tokens)
+        return replace(self, turns=tuple(turns))
 
 
 class Workload(Protocol):
