@@ -200,7 +200,7 @@ async def test_output_beyond_a_stop_token_or_the_budget_is_not_kept() -> None:
     def kept(tokens: list[int]) -> tuple[list[int], list[float], FinishReason | None]:
         turn = Turn(TurnRequest("t", 0, (1, 2), SamplingParams(5, stop_token_ids=(0, 9))), 0.0)
         cluster = Cluster("PD")
-        attempt = Attempt(turn.next_request(None), cluster.fleet["p0"], cluster.fleet["d0"])
+        attempt = Attempt(turn.next_request(None), cluster.fleet["p0"], cluster.fleet["d0"], turn.deliver)
         turn.instances.append(("p0", "d0"))
         attempt.collect(Chunk(tuple(tokens), tuple(-float(token) for token in tokens), 0), 1.0)
         turn.keep(attempt, Verdict(End.CANCELLED, "test"))

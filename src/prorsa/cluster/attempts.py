@@ -7,11 +7,12 @@ attempt has ended, so whatever an engine sends later reaches nobody.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from prorsa.cluster.instances import Instance
-from prorsa.cluster.turns import TurnRequest
+from prorsa.cluster.turns import Listener, TurnRequest
 from prorsa.engines.protocol import Bootstrap, Chunk, EngineError, FinishReason, GenerateRequest, SamplingParams
 
 
@@ -40,6 +41,8 @@ class Attempt:
     request: GenerateRequest
     prefill: Instance
     decode: Instance
+    deliver: Callable[[Sequence[int], Sequence[float]], bool]
+    """Told of what is collected; True: the caller has enough."""
     started: bool = False
     """Whether decode has: the prefill leg is done or the first token is here, whichever came first."""
     abandoned: bool = False
@@ -94,13 +97,19 @@ class Attempt:
         self.logprobs.extend(chunk.logprobs)
         self.versions.extend([chunk.weights_version] * count)
         self.arrivals.extend([time] * count)
+        if self.deliver(chunk.token_ids, chunk.logprobs):
+            self.end(End.CANCELLED, "its caller has enough")
 
 
 class Turn:
     """The request, what has been generated of it so far, and what was tried."""
 
-    def __init__(self, request: TurnRequest, time: float) -> None:
+    def __init__(self, request: TurnRequest, time: float, listener: Listener | None = None) -> None:
         self.request = request
+        self._listener = listener
+        self._delivered = 0
+        self._enough: int | None = None
+        """Length of the output with which the listener had enough."""
         self.ready = time
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
@@ -134,9 +143,22 @@ class Turn:
         rid = f"{self.name}.{len(self.instances)}"
         return GenerateRequest(rid, self.request.input_ids + tuple(self.tokens), sampling, bootstrap)
 
+    def deliver(self, tokens: Sequence[int], logprobs: Sequence[float]) -> bool:
+        """Hand what will be kept to the listener; whether it has enough."""
+        if self._listener is None or self._enough is not None:
+            return False
+        room = self.request.sampling.max_new_tokens - self._delivered
+        for token, logprob in zip(tokens[: self._valid(tokens, room)], logprobs, strict=False):
+            self._delivered += 1
+            if self._listener(token, logprob):
+                self._enough = self._delivered
+                return True
+        return False
+
     def keep(self, attempt: Attempt, verdict: Verdict) -> None:
         """Take over what an ended attempt has produced, up to the first stop token and within the budget."""
-        count = self._valid(attempt.tokens)
+        room = self.budget if self._enough is None else self._enough - len(self.tokens)
+        count = self._valid(attempt.tokens, room)
         self.tokens.extend(attempt.tokens[:count])
         self.logprobs.extend(attempt.logprobs[:count])
         self.versions.extend(attempt.versions[:count])
@@ -151,16 +173,18 @@ class Turn:
                 f"{attempt.rid} on {' and '.join(self.instances[-1])} {verdict.end.value}: {verdict.reason}"
             )
 
-    def _valid(self, tokens: list[int]) -> int:
+    def _valid(self, tokens: Sequence[int], room: int) -> int:
         stops = self.request.sampling.stop_token_ids
-        for index, token in enumerate(tokens[: self.budget]):
+        for index, token in enumerate(tokens[:room]):
             if token in stops:
                 return index + 1
-        return min(len(tokens), self.budget)
+        return min(len(tokens), room)
 
     def _finish(self, told: FinishReason | None) -> FinishReason | None:
         """How the turn ended, by its own tokens or by what the engine said; None where it has to go on."""
         if self.tokens and self.tokens[-1] in self.request.sampling.stop_token_ids:
+            return FinishReason.STOP
+        if len(self.tokens) == self._enough:
             return FinishReason.STOP
         if self.budget <= 0:
             return FinishReason.LENGTH

@@ -18,7 +18,7 @@ from prorsa.cluster.manager import GlobalManager, HealthLimits
 from prorsa.cluster.observers import Decision, Flip, Observer, TurnRecord
 from prorsa.cluster.router import Limits, Router
 from prorsa.cluster.switcher import Restarter, RoleSwitcher, SwitchLimits, Weights
-from prorsa.cluster.turns import TurnRequest, TurnResult
+from prorsa.cluster.turns import Listener, TurnRequest, TurnResult
 from prorsa.engines.protocol import Engine, EngineError, EngineGone, Role
 from prorsa.forecast.forecast import Forecaster
 from prorsa.lifecycle import State, Tracker, Transition
@@ -154,9 +154,9 @@ class ControlPlane:
         self._learn(transition)
         self._tell(lambda observer: observer.transition(transition))
 
-    async def generate(self, request: TurnRequest) -> TurnResult:
-        """Serve one model turn. Raises `TurnFailed`."""
-        return await self.router.generate(request)
+    async def generate(self, request: TurnRequest, listener: Listener | None = None) -> TurnResult:
+        """Serve one model turn; `listener` hears its output as it comes. Raises `TurnFailed`."""
+        return await self.router.generate(request, listener)
 
     async def pause(self) -> None:
         """Cancel every live attempt, keeping its tokens, and let nothing start until `resume`. Waits for flips to end."""

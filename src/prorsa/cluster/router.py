@@ -20,7 +20,7 @@ from prorsa.cluster.attempts import Attempt, End, Turn, Verdict
 from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.observers import TurnRecord
 from prorsa.cluster.placement import Affinity, choose_decode, choose_prefill, fitting
-from prorsa.cluster.turns import TurnFailed, TurnRequest, TurnResult
+from prorsa.cluster.turns import Listener, TurnFailed, TurnRequest, TurnResult
 from prorsa.engines.protocol import (
     Bootstrap,
     Chunk,
@@ -97,11 +97,11 @@ class Router:
 
     # What the rollout uses.
 
-    async def generate(self, request: TurnRequest) -> TurnResult:
+    async def generate(self, request: TurnRequest, listener: Listener | None = None) -> TurnResult:
         """Serve one model turn. Raises `TurnFailed`."""
         if request.sampling.max_new_tokens < 1:
             raise ValueError(f"turn {request.trajectory}.{request.turn}: max_new_tokens must be 1 or more")
-        turn = Turn(request, self._now)
+        turn = Turn(request, self._now, listener)
         self._refuse_when_closed(turn)
         self._record(Ready(self._now, request.trajectory, turn.prompt_tokens))
         while True:
@@ -224,7 +224,7 @@ class Router:
         if prefill is not decode:
             engine = prefill.engine
             bootstrap = Bootstrap(engine.bootstrap_host, engine.bootstrap_port, next(self._rooms))
-        attempt = Attempt(turn.next_request(bootstrap), prefill, decode, progressed_at=self._now)
+        attempt = Attempt(turn.next_request(bootstrap), prefill, decode, turn.deliver, progressed_at=self._now)
         turn.instances.append((prefill.name, decode.name))
         prefill.begin_prefill(attempt.rid, turn.prompt_tokens)
         decode.begin_decode(attempt.rid, turn.prompt_tokens + min(turn.budget, self._limits.decode_headroom))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from prorsa.engines.protocol import FinishReason, SamplingParams, Tokens
+
+Listener = Callable[[int, float], bool]
+"""Gets each token of a turn's output with its log-probability as it arrives, once and in order; never one that the turn
+will not keep. True means enough: the turn ends with this token (STOP) and frees its engines. It must be quick and not raise."""
 
 
 @dataclass(frozen=True, slots=True)
