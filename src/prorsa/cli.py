@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Console
 
@@ -22,6 +22,9 @@ from prorsa.cluster.turns import TurnFailed
 from prorsa.config import Config, ConfigError, dump_config, load_config
 from prorsa.engines.protocol import EngineError
 from prorsa.report import charts
+from prorsa.report.analysis import analyse, write_json
+from prorsa.report.analysis import write_page as write_analysis
+from prorsa.report.characterise import BadEvents
 from prorsa.report.headline import headline
 from prorsa.report.html import write_page, write_report
 from prorsa.report.picture import write_picture
@@ -32,6 +35,7 @@ from prorsa.rollout.sandboxes.base import SandboxError
 
 LOG = "prorsa.log"
 console = Console()
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,11 +72,29 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("run", help="run directory, complete or cut off")
     sub.add_argument("--svg", metavar="PATH", help="also write a picture of roles and forecast")
     sub.set_defaults(command=report)
+    add_analyze(subparsers)
     text = "generate every turn of a rollout again on one engine without flips and compare the tokens"
     sub = subparsers.add_parser("verify", help=text, description=text)
     sub.add_argument("run", help="directory of a finished `prorsa rollout`")
     sub.set_defaults(command=verify)
     return parser
+
+
+def add_analyze(subparsers: Subparsers) -> None:
+    text = "describe what a rollout asks of its engines: tokens over time, turns, tools, where the time goes"
+    sub = subparsers.add_parser("analyze", help=text, description=text)
+    sub.add_argument("run", metavar="RUN|TRACE", help="run directory, or a lifecycle trace alone")
+    sub.add_argument("--step-windows", type=positive, default=10.0, metavar="SECONDS", help="default 10")
+    sub.add_argument("--json", metavar="PATH", help="write every number (docs/analysis.md says what each is)")
+    sub.add_argument("--out", metavar="PATH", help="write a page with charts (HTML)")
+    sub.set_defaults(command=analyze)
+
+
+def positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError
+    return value
 
 
 def start(parsed: argparse.Namespace) -> int:
@@ -97,6 +119,18 @@ def report(parsed: argparse.Namespace) -> int:
     console.print(f"{write_report(parsed.run)}", soft_wrap=True)
     if parsed.svg:
         console.print(f"{write_picture(parsed.run, parsed.svg)}", soft_wrap=True)
+    return 0
+
+
+def analyze(parsed: argparse.Namespace) -> int:
+    try:
+        analysis = analyse(parsed.run, parsed.step_windows)
+        console.print(analysis)
+        for path, write in ((parsed.json, write_json), (parsed.out, write_analysis)):
+            if path is not None:
+                console.print(f"{write(analysis, path)}", soft_wrap=True)
+    except (BadEvents, OSError) as error:
+        return fail(error, 2)
     return 0
 
 

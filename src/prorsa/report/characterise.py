@@ -155,7 +155,8 @@ class Reuse:
     prompt_tokens: int
     uncached_tokens: int
     ideal_tokens: int
-    """Uncached with an infinite cache of every trajectory's own context; equals `uncached_tokens` where nothing is known."""
+    """Uncached with an infinite cache of each trajectory's own context. A real cache may do better: prompts are shared within
+    a group."""
     repeated_tokens: int
     """Of `prompt_tokens`, prefills that repeat a cancelled attempt."""
 
@@ -423,7 +424,7 @@ class _Flows:
         self._spread = _Ramps(starts[~at_once], ends[~at_once], tokens[~at_once])
 
     def until(self, times: Floats) -> tuple[Floats, Floats, Floats]:
-        """(full prompts, uncached, decoded) at or before each time. The run's first moment is before: else it is in no span."""
+        """(full prompts, uncached, decoded) at or before each time. The run's first moment comes before it."""
         times = np.where(times > self._start, times, -np.inf)
         return self._prompts(times), self._uncached(times), self._instant(times) + self._spread(times)
 

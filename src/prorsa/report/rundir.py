@@ -199,11 +199,11 @@ def record_step(directory: str | Path, step: StepRecord) -> None:
 
 
 def read_steps(directory: Path) -> list[StepRecord]:
-    return list(_lines(directory / STEPS, load_step, []))
+    return list(read_lines(directory / STEPS, load_step, []))
 
 
 def read_trajectories(directory: Path) -> list[TrajectoryRecord]:
-    return list(_lines(directory / TRAJECTORIES, load_trajectory, []))
+    return list(read_lines(directory / TRAJECTORIES, load_trajectory, []))
 
 
 def read_status(directory: Path) -> Status | None:
@@ -223,14 +223,14 @@ def read_run(directory: str | Path) -> Run:
     return Run(
         directory=directory,
         config=_read_config(directory / CONFIG),
-        events=list(_events(directory / TRACE, problems)),
-        decided=list(_lines(directory / DECISIONS, load_decision, problems)),
-        turns=list(_lines(directory / TURNS, load_turn, problems)),
-        flips=list(_lines(directory / FLIPS, load_flip, problems)),
-        instances=list(_lines(directory / INSTANCES, load_instance, problems)),
-        steps=list(_lines(directory / STEPS, load_step, problems)),
+        events=list(read_events(directory / TRACE, problems)),
+        decided=list(read_lines(directory / DECISIONS, load_decision, problems)),
+        turns=list(read_lines(directory / TURNS, load_turn, problems)),
+        flips=list(read_lines(directory / FLIPS, load_flip, problems)),
+        instances=list(read_lines(directory / INSTANCES, load_instance, problems)),
+        steps=list(read_lines(directory / STEPS, load_step, problems)),
         generated=dict(
-            record for record in _lines(directory / TRAJECTORIES, _load_generated, problems) if record is not None
+            record for record in read_lines(directory / TRAJECTORIES, _load_generated, problems) if record is not None
         ),
         problems=problems,
     )
@@ -243,14 +243,15 @@ def _read_config(path: Path) -> Json:
     return config if isinstance(config, dict) else {}
 
 
-def _events(path: Path, problems: list[str]) -> Iterator[Event]:
+def read_events(path: Path, problems: list[str]) -> Iterator[Event]:
+    """The events of a trace until what cannot be read, which joins `problems`."""
     try:
         yield from read_trace(path)
     except TraceError as error:
         problems.append(str(error))
 
 
-def _lines(path: Path, load: Callable[[Json], T], problems: list[str]) -> Iterator[T]:
+def read_lines(path: Path, load: Callable[[Json], T], problems: list[str]) -> Iterator[T]:
     """The records up to the first line that is none; a file that was never begun has none."""
     if not path.is_file():
         return
