@@ -1,0 +1,1 @@
+"""Experiments on the simulator: the paper's evaluation again (`reproduce`), and what to book for a workload (`plan`)."""

@@ -1,0 +1,126 @@
+"""The settings of the paper's evaluation as scenarios, and how much of them a reproduction runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from types import MappingProxyType
+
+from prorsa.simulation.experiments import paper
+from prorsa.simulation.experiments.grid import Grid, Job
+from prorsa.simulation.outcome import RunOutcome
+from prorsa.simulation.scenario import PolicySection, Scenario, load_scenario
+
+SCENARIOS = files("prorsa.simulation") / "scenarios"
+
+ADAPTIVE = PolicySection(name="adaptive")
+COLOCATED = PolicySection(name="colocated")
+STALENESS = {
+    "on-policy": ("rollout.mode=sync", "rollout.max_staleness=0"),
+    "2": ("rollout.mode=async", "rollout.max_staleness=2"),
+    "8": ("rollout.mode=async", "rollout.max_staleness=8"),
+}
+"""The overrides of each of the paper's staleness settings."""
+
+
+def cadence(steps: int) -> PolicySection:
+    """Colocation whose ranks prefill together, at most one step in `steps` while any decodes."""
+    return PolicySection(name="colocated", prefill_every=steps)
+
+
+def static(split: str) -> PolicySection:
+    return PolicySection(name="static", split=split)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    model: str
+    task: str
+    staleness: str
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.task}, {spoken(self.staleness)}"
+
+    @property
+    def scenario_name(self) -> str:
+        return f"{self.model}-{self.task}"
+
+
+def spoken(staleness: str) -> str:
+    return staleness if staleness == "on-policy" else f"staleness {staleness}"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much runs. The code is the same for every budget."""
+
+    steps: Mapping[str, int]
+    """Training steps of a run, by task."""
+    long_steps: int
+    """Of the runs that show how the workload changes across steps."""
+    load: float
+    """Of the scenarios' trajectories."""
+    cadences: tuple[int, ...]
+    """What the best cadence is sought among."""
+    splits: tuple[str, ...]
+    """Static prefill:decode splits of eight instances."""
+
+
+FULL = Budget(
+    MappingProxyType({"math": 2, "coding-agent": 2, "general-agent": 3}),
+    7,
+    1.0,
+    (4, 16, 64),
+    tuple(f"{prefill}:{8 - prefill}" for prefill in range(1, 8)),
+)
+QUICK = Budget(
+    MappingProxyType({"math": 1, "coding-agent": 1, "general-agent": 1}), 3, 0.25, (16,), ("3:5", "4:4", "5:3")
+)
+
+
+def scenario_path(name: str) -> Path:
+    return Path(str(SCENARIOS / f"{name}.yaml"))
+
+
+def shipped_scenarios() -> list[str]:
+    """Names of the scenarios that come with Prorsa."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in SCENARIOS.iterdir() if entry.name.endswith(".yaml"))
+
+
+SETTINGS = tuple(
+    Setting(model, task, staleness) for model in paper.MODELS for task in paper.TASKS for staleness in paper.STALENESS
+)
+
+
+class Lab:
+    """Makes the jobs of a reproduction and hands out their outcomes."""
+
+    def __init__(self, budget: Budget, grid: Grid) -> None:
+        self.budget = budget
+        self.grid = grid
+        self._scenarios: dict[tuple[str, ...], Scenario] = {}
+
+    def job(self, setting: Setting, policy: PolicySection, *overrides: str, steps: int | None = None) -> Job:
+        """Raises `ConfigError`."""
+        return Job(self._scenario(setting, *self._overrides(setting, steps), *overrides), policy)
+
+    def outcome(self, setting: Setting, policy: PolicySection, *overrides: str, steps: int | None = None) -> RunOutcome:
+        """Of a job that has run. Raises KeyError."""
+        return self.grid.outcome(self.job(setting, policy, *overrides, steps=steps))
+
+    def best_cadence(self, model: str, task: str) -> PolicySection:
+        """The one with the shortest on-policy rollout, sought among the budget's."""
+        setting = Setting(model, task, "on-policy")
+        return min((cadence(k) for k in self.budget.cadences), key=lambda one: self.outcome(setting, one).rollout_s)
+
+    def _overrides(self, setting: Setting, steps: int | None) -> tuple[str, ...]:
+        steps = steps or self.budget.steps[setting.task]
+        return (f"rollout.steps={steps}", f"rollout.load={self.budget.load}", *STALENESS[setting.staleness])
+
+    def _scenario(self, setting: Setting, *overrides: str) -> Scenario:
+        key = (setting.scenario_name, *overrides)
+        if key not in self._scenarios:
+            self._scenarios[key] = load_scenario(scenario_path(setting.scenario_name), list(overrides))
+        return self._scenarios[key]
