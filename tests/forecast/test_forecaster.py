@@ -229,6 +229,18 @@ def test_a_drop_in_a_tool_teaches_nothing_about_returns():
     assert forecaster.forecast(story.snapshot(101.0), 1000.0, ["p0"]).from_decode == 0.0
 
 
+def test_an_end_in_a_tool_counts_as_a_turn_that_nothing_followed():
+    """Of three turns one was followed, after 2 s; after a reward and after a tool that never returned came nothing."""
+    forecaster, story = teller(decode_returns=True)
+    story.tell_all(
+        trajectory("past", 0.0, decode=1.5, output=20, tools=(("python", 0.5, 0),)), in_tool("a", 1.0, "python")
+    )
+    story.tell(e.RewardStarted(101.0, "a", 100))
+    story.tell_all(trajectory("x", 98.9, State.DECODE, first=300))
+    made = forecaster.forecast(story.snapshot(101.0), 5.0, ["p0"])
+    assert made.from_decode == pytest.approx(300 / 3)
+
+
 def admission_story(**others):
     """100 tokens/s. p0 is at work until 102, p1 is idle; three requests wait and a tool returns at 103."""
     forecaster, story = teller(**others)

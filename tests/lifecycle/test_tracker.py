@@ -87,6 +87,22 @@ def test_a_whole_trajectory_with_a_tool_call_and_a_resend() -> None:
     assert set(tracker.counts().values()) == {0}
 
 
+def test_a_trajectory_that_ends_in_its_tool_has_no_more_turns_than_it_decoded() -> None:
+    """An agent elsewhere that never came back."""
+    tracker = tracker_after(Sampled(0.0, "t", "g", "a"), Ready(0.0, "t", 1), PrefillStarted(1.0, "t", "p"))
+    tracker.apply(DecodeStarted(2.0, "t", "d"))
+    tracker.apply(ToolStarted(3.0, "t", "reply", 9))
+    ended = tracker.apply(RewardStarted(8.0, "t", 9))
+    assert (ended.before, ended.after, ended.elapsed, ended.tool, ended.turn) == (
+        State.TOOL,
+        State.REWARD,
+        5.0,
+        "reply",
+        1,
+    )
+    assert tracker.apply(Done(8.0, "t", 0.0, True)).turn == 1
+
+
 def test_a_transition_names_the_instance_that_was_left() -> None:
     tracker = tracker_after(Sampled(0.0, "t", "g", "a"), Ready(0.0, "t", 1))
     assert tracker.apply(PrefillStarted(1.0, "t", "p")).instance is None
@@ -260,9 +276,9 @@ def test_random_events_agree_with_the_naive_tracker(events: list[Event]) -> None
             ended.add(name)
             del live[name]
             continue
+        known.turn += known.state is State.DECODE and isinstance(event, ToolStarted | RewardStarted)
         known.state, known.since = after, event.time
         known.tokens = getattr(event, "tokens", known.tokens)
-        known.turn += isinstance(event, ToolStarted | RewardStarted)
         if after == State.READY:
             known.order, entries = entries, entries + 1
     snapshot = tracker.snapshot(9.0)

@@ -9,7 +9,7 @@ from prorsa.engines.protocol import FinishReason, SamplingParams, Tokens
 
 Listener = Callable[[int, float], bool]
 """Gets each token of a turn's output with its log-probability as it arrives, once and in order; never one that the turn
-will not keep. True means enough: the turn ends with this token (STOP) and frees its engines. It must be quick and not raise."""
+will not keep. True means enough: the turn ends with this token (STOP) and frees its engines. It must be quick."""
 
 
 @dataclass(frozen=True, slots=True)

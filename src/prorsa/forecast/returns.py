@@ -29,14 +29,16 @@ class DecodeReturns:
         event = transition.event
         if isinstance(event, e.ToolStarted):
             self._decoded[event.trajectory] = transition.elapsed
-        elif isinstance(event, e.RewardStarted):
-            self._durations.add((transition.task, min(transition.turn, MAX_TURN)), math.inf)
         elif transition.before is State.TOOL:
             decoded = self._decoded.pop(event.trajectory)
+            # The tool's transition has the index of the turn to come.
+            turn = min(transition.turn - 1, MAX_TURN)
             if isinstance(event, e.Ready):
-                # The tool's transition has the index of the turn to come.
-                turn = min(transition.turn - 1, MAX_TURN)
                 self._durations.add((transition.task, turn), decoded + transition.elapsed)
+            elif isinstance(event, e.RewardStarted):
+                self._durations.add((transition.task, turn), math.inf)
+        elif isinstance(event, e.RewardStarted):
+            self._durations.add((transition.task, min(transition.turn, MAX_TURN)), math.inf)
 
     def find(self, task: str, turn: int) -> Durations | None:
         """The durations that stand for a decode of that turn; None until any turn has ended."""

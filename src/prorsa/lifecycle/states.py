@@ -39,7 +39,8 @@ TRANSITIONS: dict[type[e.Event], tuple[frozenset[State], State]] = {
     e.DecodeStarted: (frozenset({State.PREFILL}), State.DECODE),
     e.Requeued: (frozenset({State.PREFILL, State.DECODE}), State.READY),
     e.ToolStarted: (frozenset({State.DECODE}), State.TOOL),
-    e.RewardStarted: (frozenset({State.DECODE}), State.REWARD),
+    # From TOOL where the agent runs elsewhere: nobody knew of its last answer that no request would follow.
+    e.RewardStarted: (frozenset({State.DECODE, State.TOOL}), State.REWARD),
     e.Done: (frozenset({State.REWARD}), State.DONE),
     e.Dropped: (LIVE, State.DROPPED),
 }

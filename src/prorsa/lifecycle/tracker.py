@@ -52,6 +52,8 @@ _TRANSIENT = ("tool", "instance", "mode", "image", "node_class")
 """What belongs to one state only, and is NONE in every other."""
 _STATES = tuple(State)
 _MODES = tuple(e.SandboxMode)
+_TURN_ENDS = (State.TOOL, State.REWARD)
+"""Where a trajectory goes from DECODE when its turn is over."""
 
 
 class IllegalTransition(Exception):
@@ -162,6 +164,8 @@ class Tracker:
             sampled_at=columns["sampled_at"][row],
         )
         self._counts[before] -= 1
+        if before is State.DECODE and after in _TURN_ENDS:
+            columns["turn"][row] += 1
         if after in LIVE:
             self._enter(row, after, event, tokens)
         else:
@@ -254,11 +258,8 @@ class Tracker:
             case e.PrefillStarted() | e.DecodeStarted():
                 columns["instance"][row] = self._codes["instance"].code(event.instance)
             case e.ToolStarted():
-                columns["turn"][row] += 1
                 columns["tool"][row] = self._codes["tool"].code(event.tool)
                 columns["concurrency"][row] = self._counts[state]
-            case e.RewardStarted():
-                columns["turn"][row] += 1
 
     def _name(self, column: str, row: int) -> str | None:
         return self._codes[column].name(self._columns[column][row])
