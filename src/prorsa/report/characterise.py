@@ -325,7 +325,7 @@ class _Ledger:
             case ToolStarted():
                 self._end_turn(event.time, event.tokens, life)
                 life.tool = event.tool
-            case RewardStarted():
+            case RewardStarted() if life.state is State.DECODE:
                 self._end_turn(event.time, event.tokens, life)
             case Done():
                 self._finish(event.time, life)
