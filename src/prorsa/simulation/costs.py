@@ -6,7 +6,7 @@ and both exchanges between them are over:
     step = max over ranks of (attention + dense) + experts(mean tokens of a rank) + communication(most tokens of a rank)
            + host overhead
 
-(paper, 2.2: all attention DP ranks meet at the expert layer). Once any rank prefills, all of them exchange in the prefill
+(paper, 3.2: all attention DP ranks meet at the expert layer). Once any rank prefills, all of them exchange in the prefill
 mode, so that experts and communication are priced by the prefill part of the grid.
 
 Between grid points the times are interpolated linearly, below the smallest one they stay as they are there, and above the
@@ -18,7 +18,7 @@ from __future__ import annotations
 import csv
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -29,8 +29,9 @@ from prorsa.simulation.profile import Profile
 PHASES = ("prefill", "decode")
 TIMES = ("attn_ms", "dense_ms", "moe_ms", "moe_skewed_ms", "comm_ms")
 COLUMNS = ("phase", "tokens", "context", *TIMES)
-SECONDS = 1e-3
-"""A millisecond."""
+MILLISECOND = 1e-3
+Rows = dict[tuple[float, float], tuple[float, ...]]
+"""Of one phase: (tokens, context) -> milliseconds, in the order of `TIMES`."""
 
 
 class StepCosts:
@@ -133,18 +134,18 @@ def _extended(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], li
 
 @dataclass(frozen=True)
 class _Grid:
-    """The rows of one phase: times in milliseconds, in the order of `TIMES`, at every pair of the two axes."""
+    """One phase: a row at every pair of the two axes."""
 
     tokens: list[float]
     contexts: list[float]
-    rows: dict[tuple[float, float], tuple[float, ...]]
+    rows: Rows
 
 
 class _Phase:
     def __init__(self, grid: _Grid, imbalance: float) -> None:
         def local(tokens: float, context: float) -> float:
             attention, dense, *_ = grid.rows[tokens, context]
-            return SECONDS * (attention + dense)
+            return MILLISECOND * (attention + dense)
 
         def moe(row: tuple[float, ...]) -> float:
             _, _, balanced, skewed, _ = row
@@ -156,7 +157,7 @@ class _Phase:
 
     def _shared(self, grid: _Grid, value: Callable[[tuple[float, ...]], float]) -> _Curve:
         """By tokens alone: experts and communication know no context, so what differs with it is scatter."""
-        typical = [SECONDS * median(value(grid.rows[tokens, c]) for c in grid.contexts) for tokens in grid.tokens]
+        typical = [MILLISECOND * median(value(grid.rows[tokens, c]) for c in grid.contexts) for tokens in grid.tokens]
         return _Curve(grid.tokens, typical)
 
 
@@ -172,7 +173,7 @@ def _read(path: Path) -> Iterator[_Grid]:
         raise ConfigError(
             f"grid={path}, line 1: the columns are {','.join(header) or 'none'}; they must be {','.join(COLUMNS)}"
         )
-    rows: dict[str, dict[tuple[float, float], tuple[float, ...]]] = {phase: {} for phase in PHASES}
+    rows: dict[str, Rows] = {phase: {} for phase in PHASES}
     for cells in filter(None, lines):
         where = f"grid={path}, line {lines.line_num}"
         if len(cells) != len(header):
@@ -183,7 +184,7 @@ def _read(path: Path) -> Iterator[_Grid]:
         yield _rectangle(rows[phase], phase, path)
 
 
-def _add(rows: dict[str, dict[tuple[float, float], tuple[float, ...]]], row: dict[str, str], where: str) -> None:
+def _add(rows: dict[str, Rows], row: dict[str, str], where: str) -> None:
     phase = row["phase"]
     if phase not in rows:
         raise ConfigError(f"{where}: phase={phase}: unknown; write {' or '.join(PHASES)}")
@@ -210,10 +211,10 @@ def _number(row: dict[str, str], name: str, where: str) -> float:
     return number
 
 
-def _rectangle(rows: dict[tuple[float, float], tuple[float, ...]], phase: str, path: Path) -> _Grid:
+def _rectangle(rows: Rows, phase: str, path: Path) -> _Grid:
     if not rows:
         raise ConfigError(f"grid={path}: no line has phase={phase}; add its measurements")
-    tokens, contexts = (_axis(point[axis] for point in rows) for axis in (0, 1))
+    tokens, contexts = (sorted({point[axis] for point in rows}) for axis in (0, 1))
     for t in tokens:
         for c in contexts:
             if (t, c) not in rows:
@@ -222,7 +223,3 @@ def _rectangle(rows: dict[tuple[float, float], tuple[float, ...]], phase: str, p
                     "pairs of its tokens and contexts: add the line, or remove the others of that tokens or context"
                 )
     return _Grid(tokens, contexts, rows)
-
-
-def _axis(values: Iterable[float]) -> list[float]:
-    return sorted(set(values))
