@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prorsa.config import ConfigError
+from prorsa.simulation.replay import read_workload
 from prorsa.simulation.scenario import WorkloadSection
 from prorsa.simulation.scripts import Script, TurnScript, Workload
 
@@ -260,7 +261,8 @@ def build_workload(section: WorkloadSection, seed: int) -> Workload:
         case "requests":
             return _requests(section)
         case "trace":
-            raise ConfigError("workload.name=trace: not there yet")
+            assert section.path is not None  # a scenario that is none has been refused
+            return read_workload(section.path, seed, section.max_context)
 
 
 def _requests(section: WorkloadSection) -> RequestsWorkload:
