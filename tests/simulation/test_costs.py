@@ -1,6 +1,7 @@
 import csv
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -47,8 +48,8 @@ def profile(directory: Path, text: str = HAND, **changes: Any) -> Profile:
     return Profile.model_validate(FIELDS | changes | {"directory": str(directory)})
 
 
-def costs(directory: Path, **changes: Any) -> StepCosts:
-    return StepCosts(profile(directory, **changes))
+def costs(directory: Path, text: str = HAND, **changes: Any) -> StepCosts:
+    return StepCosts(profile(directory, text, **changes))
 
 
 def test_times_between_the_points_are_interpolated_in_both_directions(tmp_path: Path) -> None:
@@ -82,8 +83,8 @@ def test_expert_imbalance_goes_from_the_balanced_to_the_skewed_time_and_beyond(
 
 
 def test_experts_that_are_faster_when_skewed_never_take_negative_time(tmp_path: Path) -> None:
-    fast = profile(tmp_path, HAND.replace("20,30,4", "20,10,4"), expert_imbalance=5.0)
-    assert StepCosts(fast).shared(True, 100, 100) == pytest.approx(0.004)
+    fast = costs(tmp_path, HAND.replace("20,30,4", "20,10,4"), expert_imbalance=5.0)
+    assert fast.shared(True, 100, 100) == pytest.approx(0.004)
 
 
 def test_below_the_smallest_point_times_stay_and_above_the_largest_they_go_on(tmp_path: Path) -> None:
@@ -100,14 +101,14 @@ def test_below_the_smallest_point_times_stay_and_above_the_largest_they_go_on(tm
 
 def test_times_beyond_the_grid_stay_level_where_the_last_segment_falls(tmp_path: Path) -> None:
     falling = HAND.replace("decode,3,1000,3,2", "decode,3,1000,0.5,0.5")
-    odd = StepCosts(profile(tmp_path, falling))
+    odd = costs(tmp_path, falling)
     assert odd.decode_local(2, 1000) == pytest.approx(0.0015)
     assert odd.decode_local(300, 1000) == pytest.approx(0.001)
 
 
 def test_one_point_is_a_grid_of_constant_times(tmp_path: Path) -> None:
     lines = [line for line in HAND.splitlines() if line.startswith(("phase", "prefill,100,0", "decode,1,1000"))]
-    constant = StepCosts(profile(tmp_path, "\n".join(lines)))
+    constant = costs(tmp_path, "\n".join(lines))
     assert constant.prefill_local(5000, 70000) == pytest.approx(0.012)
     assert constant.shared(False, 64, 64) == pytest.approx(0.0035)
 
@@ -155,26 +156,24 @@ def around(axis: list[float], value: float) -> tuple[float, float]:
     return max((x for x in axis if x <= value), default=axis[0]), min(x for x in axis if x >= value)
 
 
-@given(
-    name=st.sampled_from(shipped_profiles()),
-    tokens=st.floats(0.5, 1e5),
-    context=st.floats(0, 2e6),
-    more=st.floats(1, 1e6),
-)
-def test_a_longer_context_never_makes_decoding_cheaper(name: str, tokens: float, context: float, more: float) -> None:
-    shipped = COSTS[name]
-    assert shipped.decode_local(tokens, context + more) >= shipped.decode_local(tokens, context) * (1 - 1e-12)
+STEPS = st.lists(st.floats(0, 50), min_size=5, max_size=5)
 
 
-@given(
-    name=st.sampled_from(shipped_profiles()),
-    extending=st.booleans(),
-    tokens=st.floats(0.1, 1e6),
-    more=st.floats(0.1, 1e6),
-)
-def test_more_tokens_never_make_the_exchange_cheaper(name: str, extending: bool, tokens: float, more: float) -> None:
-    shipped = COSTS[name]
-    assert shipped.shared(extending, 64, tokens + more) >= shipped.shared(extending, 64, tokens) * (1 - 1e-12)
+@given(attention=st.lists(STEPS, min_size=4, max_size=4), comm=STEPS, at=st.tuples(AXIS, AXIS), more=AXIS)
+def test_times_grow_with_tokens_and_context_where_the_grid_does(
+    attention: list[list[float]], comm: list[float], at: tuple[float, float], more: float
+) -> None:
+    """The grid's times are sums of what is drawn, so they never fall along either axis."""
+    lines = [line for line in HAND.splitlines() if not line.startswith("decode")]
+    for t, c in product(range(4), range(5)):
+        time = 1 + sum(attention[i][j] for i in range(t + 1) for j in range(c + 1))
+        lines.append(f"decode,{10**t},{10 ** (c + 1)},{time},0,0,0,{sum(comm[: t + 1])}")
+    with TemporaryDirectory() as directory:
+        drawn = costs(Path(directory), text="\n".join(lines))
+    tokens, context = at
+    assert drawn.decode_local(tokens + more, context) >= drawn.decode_local(tokens, context) * (1 - 1e-9)
+    assert drawn.decode_local(tokens, context + more) >= drawn.decode_local(tokens, context) * (1 - 1e-9)
+    assert drawn.shared(False, 1, tokens + more) >= drawn.shared(False, 1, tokens) * (1 - 1e-9)
 
 
 def without(start: str) -> str:
@@ -206,16 +205,16 @@ def without(start: str) -> str:
 )
 def test_a_grid_that_cannot_be_used_is_one_clear_error(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=f"grid=.*grid.csv.*{told}") as raised:
-        StepCosts(profile(tmp_path, text))
+        costs(tmp_path, text)
     assert "\n" not in str(raised.value)
 
 
 def test_a_grid_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"grid=.*other\.csv: cannot be read .* beside the profile"):
-        StepCosts(profile(tmp_path, grid="other.csv"))
+        costs(tmp_path, grid="other.csv")
 
 
 def test_columns_may_come_in_any_order(tmp_path: Path) -> None:
     rows = list(csv.DictReader(HAND.splitlines()))
     turned = [",".join(reversed(COLUMNS)), *(",".join(row[name] for name in reversed(COLUMNS)) for row in rows)]
-    assert StepCosts(profile(tmp_path, "\n".join(turned))).prefill_local(150, 1000) == pytest.approx(0.032)
+    assert costs(tmp_path, "\n".join(turned)).prefill_local(150, 1000) == pytest.approx(0.032)
