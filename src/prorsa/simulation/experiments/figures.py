@@ -47,6 +47,7 @@ from prorsa.simulation.experiments.verdicts import (
 from prorsa.simulation.outcome import RunOutcome
 from prorsa.simulation.profile import Profile, load_profile
 from prorsa.simulation.scenario import PolicySection
+from prorsa.simulation.statistics import BIN_S
 
 MIMO, DEEPSEEK, QWEN = "mimo-v2.5-pro", "deepseek-v3.2", "qwen3-235b"
 COLOURS = {"on-policy": "prefill", "2": "decode", "8": "mixed"}
@@ -207,8 +208,8 @@ def fig2_jobs(lab: Lab) -> list[Job]:
 
 def mean_itl(outcome: RunOutcome) -> float:
     """Mean inter-token latency, seconds."""
-    bins = outcome.statistics.itl_over_time
-    return sum(seconds for seconds, _ in bins) / max(sum(tokens for _, tokens in bins), 1)
+    bins = outcome.statistics.itl_over_time.values()
+    return sum(seconds for seconds, _ in bins) / max(sum(tokens for _, tokens in bins), 1.0)
 
 
 def fig2(lab: Lab) -> Section:
@@ -235,7 +236,7 @@ def fig2(lab: Lab) -> Section:
 
 
 def _itl_line(name: str, colour: str, outcome: RunOutcome) -> Series:
-    bins = [(i / 6, 1000 * s / n) for i, (s, n) in enumerate(outcome.statistics.itl_over_time) if n]
+    bins = [(i * BIN_S / 60, 1000 * s / n) for i, (s, n) in sorted(outcome.statistics.itl_over_time.items()) if n]
     return Series(name, colour, [time for time, _ in bins], [value for _, value in bins])
 
 
