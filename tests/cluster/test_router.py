@@ -156,7 +156,7 @@ async def test_output_after_the_bound_is_discarded() -> None:
     await until(lambda: cluster.context("t") == 3 + 5)
     await cluster.router.cancel_all("test")
     assert cluster.context("t") == pytest.approx(3 + 5 + 50, abs=1)
-    assert cluster.engines["d0"].legs == {}
+    assert "t.0.0" not in cluster.engines["d0"].legs
     check_equals_reference(request, await turn)
     cluster.check_nothing_left()
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from prorsa.cluster.instances import Instance
-from prorsa.cluster.turns import Listener, TurnRequest
-from prorsa.engines.protocol import Bootstrap, Chunk, EngineError, FinishReason, GenerateRequest, SamplingParams
+from prorsa.cluster.placement import prefixes
+from prorsa.cluster.turns import Listener, TurnRequest, TurnResult
+from prorsa.engines.protocol import Bootstrap, Chunk, EngineError, FinishReason, GenerateRequest
 
 
 class End(Enum):
@@ -34,7 +36,7 @@ class Verdict:
     reason: str
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Attempt:
     """Its legs run on `prefill` and `decode`, which are the same instance where that is mixed."""
 
@@ -43,6 +45,7 @@ class Attempt:
     decode: Instance
     deliver: Callable[[Sequence[int], Sequence[float]], bool]
     """Told of what is collected; True: the caller has enough."""
+    progressed_at: float = 0.0
     started: bool = False
     """Whether decode has: the prefill leg is done or the first token is here, whichever came first."""
     abandoned: bool = False
@@ -55,14 +58,23 @@ class Attempt:
     finish: FinishReason | None = None
     error: Exception | None = None
     """What went wrong on our side, not on an engine's: the caller of the turn gets it."""
-    progressed_at: float = 0.0
-    task: asyncio.Task[Verdict] = field(init=False)
-    """Serves it; done when both legs are closed and the books of its instances are cleared."""
-    verdict: asyncio.Future[Verdict] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    verdict: Verdict | None = None
+    """None while it lives."""
+    turn: Turn = field(init=False)
+    legs: dict[asyncio.Task[None], Instance] = field(default_factory=dict)
+    """Those that are still open."""
+    closing: asyncio.Task[None] | None = None
+    """Closes the legs of an attempt that did not end by itself."""
+    closed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Done when the legs are closed and the books of its instances are cleared."""
 
     @property
     def rid(self) -> str:
         return self.request.rid
+
+    @property
+    def trajectory(self) -> str:
+        return self.turn.request.trajectory
 
     @property
     def mixed(self) -> bool:
@@ -75,18 +87,10 @@ class Attempt:
         An aborted prefill can make its decode emit garbage, so once the attempt has ended only a decode that had
         started before may still add to its output.
         """
-        return not self.abandoned and (self.started or not self.verdict.done())
+        return not self.abandoned and (self.started or self.verdict is None)
 
-    def end(self, end: End, reason: str) -> None:
-        """The first verdict stands."""
-        if not self.verdict.done():
-            self.verdict.set_result(Verdict(end, reason))
-
-    def crash(self, error: Exception) -> None:
-        self.error = self.error or error
-        self.end(End.FAILED, repr(error))
-
-    def collect(self, chunk: Chunk, time: float) -> None:
+    def collect(self, chunk: Chunk, time: float) -> bool:
+        """Whether the caller has enough with it."""
         if len(chunk.token_ids) != len(chunk.logprobs):
             raise EngineError(
                 f"engine {self.decode.name}: asked {self.rid}; answered {len(chunk.token_ids)} tokens with "
@@ -97,8 +101,7 @@ class Attempt:
         self.logprobs.extend(chunk.logprobs)
         self.versions.extend([chunk.weights_version] * count)
         self.arrivals.extend([time] * count)
-        if self.deliver(chunk.token_ids, chunk.logprobs):
-            self.end(End.CANCELLED, "its caller has enough")
+        return self.deliver(chunk.token_ids, chunk.logprobs)
 
 
 class Turn:
@@ -110,6 +113,11 @@ class Turn:
         self._delivered = 0
         self._enough: int | None = None
         """Length of the output with which the listener had enough."""
+        self.outcome: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
+        """What its caller waits for."""
+        self.attempt: Attempt | None = None
+        """The live one."""
+        self.prefixes = prefixes(request)
         self.ready = time
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
@@ -139,7 +147,9 @@ class Turn:
 
     def next_request(self, bootstrap: Bootstrap | None) -> GenerateRequest:
         """The next attempt continues from the tokens retained so far, with what is left of the budget."""
-        sampling: SamplingParams = replace(self.request.sampling, max_new_tokens=self.budget)
+        sampling = self.request.sampling
+        if self.tokens:
+            sampling = replace(sampling, max_new_tokens=self.budget)
         rid = f"{self.name}.{len(self.instances)}"
         return GenerateRequest(rid, self.request.input_ids + tuple(self.tokens), sampling, bootstrap)
 
@@ -159,10 +169,10 @@ class Turn:
         """Take over what an ended attempt has produced, up to the first stop token and within the budget."""
         room = self.budget if self._enough is None else self._enough - len(self.tokens)
         count = self._valid(attempt.tokens, room)
-        self.tokens.extend(attempt.tokens[:count])
-        self.logprobs.extend(attempt.logprobs[:count])
-        self.versions.extend(attempt.versions[:count])
-        self.arrivals.extend(attempt.arrivals[:count])
+        self.tokens += attempt.tokens[:count]
+        self.logprobs += attempt.logprobs[:count]
+        self.versions += attempt.versions[:count]
+        self.arrivals += attempt.arrivals[:count]
         if len(self.instances) == 1:
             self.cached_tokens = attempt.cached_tokens
         self.finish = self._finish(attempt.finish)
@@ -174,11 +184,11 @@ class Turn:
             )
 
     def _valid(self, tokens: Sequence[int], room: int) -> int:
-        stops = self.request.sampling.stop_token_ids
-        for index, token in enumerate(tokens[:room]):
-            if token in stops:
-                return index + 1
-        return min(len(tokens), room)
+        count = min(len(tokens), room)
+        for stop in self.request.sampling.stop_token_ids:
+            with suppress(ValueError):
+                count = tokens.index(stop, 0, count) + 1
+        return count
 
     def _finish(self, told: FinishReason | None) -> FinishReason | None:
         """How the turn ended, by its own tokens or by what the engine said; None where it has to go on."""

@@ -67,6 +67,16 @@ class Instance:
         """The attempts that use it, oldest first."""
         return list(self._prefilling | self._decoding)
 
+    def has_prefill_slot(self, slots: int, now: float) -> bool:
+        return len(self._prefilling) < slots and self.refuses_until <= now
+
+    def has_decode_slot(self, slots: int, need: int, now: float) -> bool:
+        """An instance without any decode takes every request: one that can never fit is the engine's to refuse."""
+        if self.refuses_until > now:
+            return False
+        decodes = len(self._decoding)
+        return not decodes or (decodes < slots and self.kv_tokens + need <= self.capacity)
+
     def lose_cache(self) -> None:
         """Nothing that it served before is resident any more."""
         self.cache_epoch += 1

@@ -11,47 +11,40 @@ from prorsa.cluster.turns import TurnRequest
 REMEMBERED = 1 << 16
 """Prefixes whose place is remembered, the latest used ones."""
 
-Key = str | int
+Prefix = str | int
+
+
+def prefixes(request: TurnRequest) -> tuple[Prefix, ...]:
+    """What its prompt may share with earlier ones: the trajectory's context first, then the prompt of its group, by which
+    all members begin (a hash is enough)."""
+    return (request.trajectory, hash(request.input_ids)) if request.turn == 0 else (request.trajectory,)
 
 
 class Affinity:
-    """Which instances served a prefix last: that of the trajectory, or the same first prompt (the rest of its group).
-
-    A place is forgotten when its instance has lost its cache since.
-    """
+    """Which instances served a prefix last. A place is forgotten when its instance has lost its cache since."""
 
     def __init__(self) -> None:
-        self._places: OrderedDict[Key, tuple[Instance, int, Instance, int]] = OrderedDict()
+        self._places: OrderedDict[Prefix, tuple[Instance, int, Instance, int]] = OrderedDict()
 
-    def remember(self, request: TurnRequest, prefill: Instance, decode: Instance) -> None:
+    def remember(self, known: Sequence[Prefix], prefill: Instance, decode: Instance) -> None:
         place = (prefill, prefill.cache_epoch, decode, decode.cache_epoch)
-        for key in self._keys(request):
-            self._places[key] = place
-            self._places.move_to_end(key)
+        for prefix in known:
+            self._places[prefix] = place
+            self._places.move_to_end(prefix)
         while len(self._places) > REMEMBERED:
             self._places.popitem(last=False)
 
-    def prefill(self, request: TurnRequest) -> Instance | None:
-        return next((i for i, epoch, _, _ in self._found(request) if i.cache_epoch == epoch), None)
-
-    def decode(self, request: TurnRequest) -> Instance | None:
-        return next((i for _, _, i, epoch in self._found(request) if i.cache_epoch == epoch), None)
-
-    def _found(self, request: TurnRequest) -> list[tuple[Instance, int, Instance, int]]:
-        return [self._places[key] for key in self._keys(request) if key in self._places]
-
-    @staticmethod
-    def _keys(request: TurnRequest) -> list[Key]:
-        """The trajectory first. Its group is known by its first prompt, which all members share (a hash is enough)."""
-        return [request.trajectory, hash(request.input_ids)] if request.turn == 0 else [request.trajectory]
-
-
-def fitting(candidates: Sequence[Instance], need: int) -> list[Instance]:
-    """Those with room for `need` KV-cache tokens.
-
-    An instance without any decode takes every request: one that can never fit is the engine's to refuse.
-    """
-    return [i for i in candidates if i.decodes == 0 or i.kv_tokens + need <= i.capacity]
+    def find(self, sought: Sequence[Prefix]) -> tuple[Instance | None, Instance | None]:
+        """The (prefill, decode) instances that still have the first of the prefixes that any has."""
+        on_prefill = on_decode = None
+        for prefix in sought:
+            if (place := self._places.get(prefix)) is not None:
+                prefill, prefill_epoch, decode, decode_epoch = place
+                if on_prefill is None and prefill.cache_epoch == prefill_epoch:
+                    on_prefill = prefill
+                if on_decode is None and decode.cache_epoch == decode_epoch:
+                    on_decode = decode
+        return on_prefill, on_decode
 
 
 def choose_prefill(candidates: Sequence[Instance], tokens: int, favourite: Instance | None) -> Instance | None:

@@ -1,8 +1,11 @@
 """The router: one ready queue in front of the routing pools, and cancel-and-resend behind every turn (paper, Appendix C).
 
 Invariants. The queue is served strictly in the order in which requests became READY. A turn has one live attempt at most;
-each attempt runs in a task of its own, which ends only when both its legs are closed and its books are cleared. A turn ends
-with its whole output, with `TurnFailed`, or with the cancellation of its caller, and never because an instance was drained.
+each leg of an attempt runs in a task of its own, and the turn goes on only when both are closed and the attempt's books are
+cleared. A turn ends with its whole output, with `TurnFailed`, or with the cancellation of its caller, and never because an
+instance was drained.
+
+The caller of a turn sleeps from the queue until the end: what happens between is done by the tasks of the legs.
 """
 
 from __future__ import annotations
@@ -10,16 +13,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import OrderedDict
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 from prorsa.cluster.attempts import Attempt, End, Turn, Verdict
 from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.observers import TurnRecord
-from prorsa.cluster.placement import Affinity, choose_decode, choose_prefill, fitting
+from prorsa.cluster.placement import Affinity, choose_decode, choose_prefill
 from prorsa.cluster.turns import Listener, TurnFailed, TurnRequest, TurnResult
 from prorsa.engines.protocol import (
     Bootstrap,
@@ -85,13 +89,14 @@ class Router:
         self._finished = finished
         self._limits = limits
         self._affinity = Affinity()
-        self._ready: OrderedDict[Turn, asyncio.Future[Attempt]] = OrderedDict()
+        self._ready: deque[Turn] = deque()
         self._live: dict[str, Attempt] = {}
         self._rooms = itertools.count(1)
         self._paused = False
         self._closed = False
         self._moved_at = 0.0
         self._stall_check: asyncio.TimerHandle | None = None
+        self._silence_check: asyncio.TimerHandle | None = None
         self._probes: dict[str, asyncio.Task[None]] = {}
         fleet.watchers.append(self._instance_changed)
 
@@ -103,16 +108,14 @@ class Router:
             raise ValueError(f"turn {request.trajectory}.{request.turn}: max_new_tokens must be 1 or more")
         turn = Turn(request, self._now, listener)
         self._refuse_when_closed(turn)
-        self._record(Ready(self._now, request.trajectory, turn.prompt_tokens))
-        while True:
-            attempt = await self._placed(turn)
-            verdict = await self._outcome(attempt)
-            turn.keep(attempt, verdict)
-            if turn.finish is not None:
-                return self._finish(turn, turn.finish)
-            self._refuse_when_closed(turn)
-            self._refuse_when_hopeless(turn)
-            self._record(Requeued(self._now, request.trajectory, turn.prompt_tokens))
+        self._record(Ready(turn.ready, request.trajectory, turn.prompt_tokens))
+        self._queue(turn)
+        self._dispatch()
+        try:
+            return await turn.outcome
+        except asyncio.CancelledError:
+            await self._abandon(turn)
+            raise
 
     # What the switcher and the control plane use.
 
@@ -149,90 +152,87 @@ class Router:
         rids = instance.rids
         self._fleet.move(instance, InstanceState.DEAD)
         for rid in rids:
-            self._live[rid].end(End.FAILED, f"instance {instance.name} died: {reason}")
+            self._end(self._live[rid], End.FAILED, f"instance {instance.name} died: {reason}")
 
     async def close(self) -> None:
         """Fail every turn and leave nothing behind on any instance."""
         self._closed = True
-        for turn, place in self._ready.items():
-            if not place.done():
-                place.set_exception(self._failure(turn, "the cluster is stopping"))
-        self._ready.clear()
+        self._fail_queue("the cluster is stopping")
         await self.cancel_all("the cluster is stopping")
         probes = list(self._probes.values())
         for probe in probes:
             probe.cancel()
         await asyncio.gather(*probes, return_exceptions=True)
-        if self._stall_check is not None:
-            self._stall_check.cancel()
-            self._stall_check = None
+        for check in (self._stall_check, self._silence_check):
+            if check is not None:
+                check.cancel()
+        self._stall_check = self._silence_check = None
 
     # The ready queue.
 
-    async def _placed(self, turn: Turn) -> Attempt:
-        """Wait in the queue until the turn has been given its instances."""
-        place = asyncio.get_running_loop().create_future()
-        self._ready[turn] = place
-        if len(self._ready) == 1:
+    def _queue(self, turn: Turn) -> None:
+        if not self._ready:
             self._moved_at = self._now
-        self._dispatch()
-        try:
-            return cast(Attempt, await place)
-        except asyncio.CancelledError:
-            if place.done() and not place.cancelled() and place.exception() is None:
-                await self._abandon(place.result())
-            raise
-        finally:
-            self._ready.pop(turn, None)
+        self._ready.append(turn)
 
     def _dispatch(self) -> None:
         """Start the turns at the head of the queue for as long as there is room."""
         while self._ready and not self._paused:
-            turn, place = next(iter(self._ready.items()))
+            turn = self._ready[0]
             pair = self._choose(turn)
             if pair is None:
                 break
-            del self._ready[turn]
-            if not place.done():
-                place.set_result(self._launch(turn, *pair))
+            self._ready.popleft()
+            if not turn.outcome.done():
+                self._launch(turn, *pair)
         self._watch_queue()
 
     def _choose(self, turn: Turn) -> tuple[Instance, Instance] | None:
         """(prefill, decode) instances with room for the turn, or a mixed one for both."""
-        limits, now = self._limits, self._now
-        tokens = turn.prompt_tokens
-        need = tokens + min(turn.budget, limits.decode_headroom)
-        favourite, former = self._affinity.prefill(turn.request), self._affinity.decode(turn.request)
-
-        def open_to_prefill(role: Role) -> list[Instance]:
-            pool = self._fleet.pool(role)
-            return [i for i in pool if i.prefills < limits.prefill_slots and i.refuses_until <= now]
-
-        def open_to_decode(instances: list[Instance]) -> list[Instance]:
-            free = [i for i in instances if i.decodes < limits.decode_slots and i.refuses_until <= now]
-            return fitting(free, need)
-
-        mixed = choose_prefill(open_to_decode(open_to_prefill(Role.MIXED)), tokens, favourite)
+        now, pool = self._now, self._fleet.pool
+        slots, decode_slots = self._limits.prefill_slots, self._limits.decode_slots
+        tokens, need = turn.prompt_tokens, self._reservation(turn)
+        favourite, former = self._affinity.find(turn.prefixes)
+        both = [
+            i for i in pool(Role.MIXED) if i.has_prefill_slot(slots, now) and i.has_decode_slot(decode_slots, need, now)
+        ]
+        mixed = choose_prefill(both, tokens, favourite)
         if mixed is not None:
             return mixed, mixed
-        prefill = choose_prefill(open_to_prefill(Role.PREFILL), tokens, favourite)
-        decode = choose_decode(open_to_decode(self._fleet.pool(Role.DECODE)), need, former)
-        return None if prefill is None or decode is None else (prefill, decode)
+        prefill = choose_prefill([i for i in pool(Role.PREFILL) if i.has_prefill_slot(slots, now)], tokens, favourite)
+        if prefill is None:
+            return None
+        open_to_decode = [i for i in pool(Role.DECODE) if i.has_decode_slot(decode_slots, need, now)]
+        decode = choose_decode(open_to_decode, need, former)
+        return None if decode is None else (prefill, decode)
 
-    def _launch(self, turn: Turn, prefill: Instance, decode: Instance) -> Attempt:
+    def _reservation(self, turn: Turn) -> int:
+        """KV-cache tokens that a decode of the turn is promised."""
+        return turn.prompt_tokens + min(turn.budget, self._limits.decode_headroom)
+
+    def _launch(self, turn: Turn, prefill: Instance, decode: Instance) -> None:
+        now = self._now
+        try:
+            self._record(PrefillStarted(now, turn.request.trajectory, prefill.name))
+        except Exception as error:
+            turn.outcome.set_exception(error)
+            return
         bootstrap = None
         if prefill is not decode:
             engine = prefill.engine
             bootstrap = Bootstrap(engine.bootstrap_host, engine.bootstrap_port, next(self._rooms))
-        attempt = Attempt(turn.next_request(bootstrap), prefill, decode, turn.deliver, progressed_at=self._now)
+        attempt = Attempt(turn.next_request(bootstrap), prefill, decode, turn.deliver, progressed_at=now)
+        attempt.turn, turn.attempt = turn, attempt
         turn.instances.append((prefill.name, decode.name))
         prefill.begin_prefill(attempt.rid, turn.prompt_tokens)
-        decode.begin_decode(attempt.rid, turn.prompt_tokens + min(turn.budget, self._limits.decode_headroom))
-        self._affinity.remember(turn.request, prefill, decode)
-        self._moved_at = self._now
+        decode.begin_decode(attempt.rid, self._reservation(turn))
+        self._affinity.remember(turn.prefixes, prefill, decode)
+        self._moved_at = now
         self._live[attempt.rid] = attempt
-        attempt.task = asyncio.create_task(self._serve(turn.request.trajectory, attempt), name=f"attempt {attempt.rid}")
-        return attempt
+        self._start_leg(attempt, decode, self._take_decoded)
+        if not attempt.mixed:
+            self._start_leg(attempt, prefill, self._take_prefilled)
+        self._watch_silence()
 
     def _watch_queue(self) -> None:
         if self._ready and self._stall_check is None and not self._closed:
@@ -245,65 +245,27 @@ class Router:
         stalled = self._now >= self._moved_at + self._limits.stall_timeout
         if stalled and not self._live and not self._paused:
             states = ", ".join(f"{i.name} {i.role} {i.state}" for i in self._fleet)
-            for turn, place in self._ready.items():
-                if not place.done():
-                    place.set_exception(self._failure(turn, f"no instances to place it on ({states})"))
-            self._ready.clear()
+            self._fail_queue(f"no instances to place it on ({states})")
         self._watch_queue()
+
+    def _fail_queue(self, reason: str) -> None:
+        for turn in self._ready:
+            if not turn.outcome.done():
+                turn.outcome.set_exception(self._failure(turn, reason))
+        self._ready.clear()
 
     # One attempt.
 
-    async def _outcome(self, attempt: Attempt) -> Verdict:
-        try:
-            return await asyncio.shield(attempt.task)
-        except asyncio.CancelledError:
-            await self._abandon(attempt)
-            raise
+    def _start_leg(self, attempt: Attempt, instance: Instance, take: Callable[[Attempt, Chunk], None]) -> None:
+        name = f"{attempt.rid} on {instance.name}"
+        leg = asyncio.create_task(self._run_leg(attempt, instance, take), name=name)
+        attempt.legs[leg] = instance
+        leg.add_done_callback(partial(self._leg_closed, attempt))
 
-    async def _abandon(self, attempt: Attempt) -> None:
-        """The caller is gone. Were this wait cancelled too, the attempt's own task would still close both legs."""
-        attempt.abandoned = True
-        attempt.end(End.CANCELLED, "its caller was cancelled")
-        await asyncio.wait({attempt.task})
-
-    async def _serve(self, trajectory: str, attempt: Attempt) -> Verdict:
-        legs: dict[asyncio.Task[None], Instance] = {}
-        try:
-            if not attempt.abandoned:
-                self._record(PrefillStarted(self._now, trajectory, attempt.prefill.name))
-            if not attempt.verdict.done():
-                legs = self._start_legs(trajectory, attempt)
-                await self._until_verdict(attempt)
-                await self._close_legs(attempt, legs)
-            if attempt.error is not None:
-                raise attempt.error
-            return attempt.verdict.result()
-        finally:
-            for leg in legs:
-                leg.cancel()
-            if legs:
-                await asyncio.wait(legs)
-            self._release(attempt)
-
-    def _start_legs(self, trajectory: str, attempt: Attempt) -> dict[asyncio.Task[None], Instance]:
-        def decode(chunk: Chunk) -> None:
-            self._take_decoded(trajectory, attempt, chunk)
-
-        def prefill(chunk: Chunk) -> None:
-            self._take_prefilled(trajectory, attempt, chunk)
-
-        consumers = {attempt.decode: decode}
-        if not attempt.mixed:
-            consumers[attempt.prefill] = prefill
-        return {
-            asyncio.create_task(self._run_leg(attempt, instance, consume), name=f"{attempt.rid} on {instance.name}"): (
-                instance
-            )
-            for instance, consume in consumers.items()
-        }
-
-    async def _run_leg(self, attempt: Attempt, instance: Instance, consume: Callable[[Chunk], None]) -> None:
+    async def _run_leg(self, attempt: Attempt, instance: Instance, take: Callable[[Attempt, Chunk], None]) -> None:
         """Read one leg's stream to its end. An engine's error becomes the attempt's verdict."""
+        if attempt.verdict is not None:
+            return
         # A prefill leg that breaks after decode has started has already done what the attempt needed.
         needed = instance is attempt.decode
         try:
@@ -314,77 +276,111 @@ class Router:
                     if chunk.finish is not FinishReason.ABORT:
                         attempt.progressed_at = self._moved_at = self._now
                         instance.failures = instance.stalls = 0
-                    consume(chunk)
+                    take(attempt, chunk)
                     if chunk.finish is not None:
                         return
             raise EngineGone(f"engine {instance.name}: asked {attempt.rid}; the stream ended without a finish")
         except EngineBusy as error:
             self._back_off(instance)
-            attempt.end(End.REFUSED, str(error))
+            self._end(attempt, End.REFUSED, str(error))
         except EngineError as error:
             if needed or not attempt.started:
-                attempt.end(End.FAILED, str(error))
+                self._end(attempt, End.FAILED, str(error))
             self._back_off(instance)
             if isinstance(error, EngineGone):
                 self._probe(instance, str(error))
         except Exception as error:
-            attempt.crash(error)
+            self._crash(attempt, error)
 
-    def _take_prefilled(self, trajectory: str, attempt: Attempt, chunk: Chunk) -> None:
+    def _take_prefilled(self, attempt: Attempt, chunk: Chunk) -> None:
         attempt.cached_tokens = max(attempt.cached_tokens, chunk.cached_tokens)
         if chunk.finish is FinishReason.ABORT:
             if not attempt.started:
-                attempt.end(End.FAILED, f"engine {attempt.prefill.name} aborted the prefill by itself")
+                self._end(attempt, End.FAILED, f"engine {attempt.prefill.name} aborted the prefill by itself")
         elif chunk.finish is not None:
-            self._start_decode(trajectory, attempt)
+            self._start_decode(attempt)
 
-    def _take_decoded(self, trajectory: str, attempt: Attempt, chunk: Chunk) -> None:
+    def _take_decoded(self, attempt: Attempt, chunk: Chunk) -> None:
         if not attempt.accepts:
             return
         attempt.cached_tokens = max(attempt.cached_tokens, chunk.cached_tokens)
         if chunk.token_ids:
-            self._start_decode(trajectory, attempt)
-            attempt.collect(chunk, self._now)
+            self._start_decode(attempt)
+            if attempt.collect(chunk, self._now):
+                self._end(attempt, End.CANCELLED, "its caller has enough")
             attempt.decode.grow_decode(attempt.rid, len(attempt.request.input_ids) + len(attempt.tokens))
-            self._decoded(trajectory, len(chunk.token_ids))
+            self._decoded(attempt.trajectory, len(chunk.token_ids))
         if chunk.finish is FinishReason.ABORT:
-            attempt.end(End.FAILED, f"engine {attempt.decode.name} aborted the request by itself")
+            self._end(attempt, End.FAILED, f"engine {attempt.decode.name} aborted the request by itself")
         elif chunk.finish is not None:
-            self._start_decode(trajectory, attempt)
+            self._start_decode(attempt)
             attempt.finish = chunk.finish
-            attempt.end(End.FINISHED, chunk.finish.value)
+            self._end(attempt, End.FINISHED, chunk.finish.value)
 
-    def _start_decode(self, trajectory: str, attempt: Attempt) -> None:
+    def _start_decode(self, attempt: Attempt) -> None:
         """The decode admission: the prefill instance has done its part and has room for the next."""
         if attempt.started or not attempt.accepts:
             return
         attempt.started = True
         attempt.prefill.end_prefill(attempt.rid)
-        self._record(DecodeStarted(self._now, trajectory, attempt.decode.name))
+        self._record(DecodeStarted(self._now, attempt.trajectory, attempt.decode.name))
         self._dispatch()
 
-    async def _until_verdict(self, attempt: Attempt) -> None:
-        while not attempt.verdict.done():
-            # By its deadline, not by how long it was silent: the rest of a silence can be too short to move the clock.
-            deadline = attempt.progressed_at + self._limits.stall_timeout
-            if self._now >= deadline:
-                attempt.end(End.FAILED, f"nothing came for {self._limits.stall_timeout} s")
-                self._blame(attempt)
-            await asyncio.wait({attempt.verdict}, timeout=deadline - self._now)
+    # The end of an attempt.
 
-    async def _close_legs(self, attempt: Attempt, legs: dict[asyncio.Task[None], Instance]) -> None:
+    def _end(self, attempt: Attempt, end: End, reason: str) -> None:
+        """The first verdict stands. Legs that do not end by themselves are closed."""
+        if attempt.verdict is None:
+            attempt.verdict = Verdict(end, reason)
+            if end is not End.FINISHED:
+                self._start_closing(attempt)
+
+    def _crash(self, attempt: Attempt, error: Exception) -> None:
+        attempt.error = attempt.error or error
+        self._end(attempt, End.FAILED, repr(error))
+
+    async def _abandon(self, turn: Turn) -> None:
+        """The caller is gone. Were this wait cancelled too, the attempt would still be closed."""
+        attempt = turn.attempt
+        if attempt is not None:
+            attempt.abandoned = True
+            self._end(attempt, End.CANCELLED, "its caller was cancelled")
+            await asyncio.wait({attempt.closed})
+        elif turn in self._ready:
+            self._ready.remove(turn)
+            self._dispatch()
+
+    async def _cancel(self, rids: list[str], reason: str) -> int:
+        live = [self._live[rid] for rid in rids]
+        for attempt in live:
+            self._end(attempt, End.CANCELLED, reason)
+        if live:
+            await asyncio.wait({attempt.closed for attempt in live})
+        return len(live)
+
+    def _start_closing(self, attempt: Attempt) -> None:
+        attempt.closing = asyncio.create_task(self._close_legs(attempt), name=f"closing {attempt.rid}")
+        attempt.closing.add_done_callback(lambda _: self._close_if_ended(attempt))
+
+    async def _close_legs(self, attempt: Attempt) -> None:
         """Let a finished attempt's prefill leg end; abort the legs of any other and take its last tokens, within a bound."""
         deadline = self._now + self._limits.cancel_timeout
-        open_legs = {leg for leg in legs if not leg.done()}
-        if open_legs and attempt.finish is not None:
-            _, open_legs = await asyncio.wait(open_legs, timeout=self._limits.cancel_timeout)
-        while True:
-            open_legs = {leg for leg in open_legs if legs[leg].state is not InstanceState.DEAD}
-            remaining = deadline - self._now
-            if not open_legs or remaining <= 0:
-                return
-            await asyncio.gather(*(self._abort(legs[leg], attempt.rid, deadline) for leg in open_legs))
-            _, open_legs = await asyncio.wait(open_legs, timeout=min(ABORT_RETRY, max(0.0, deadline - self._now)))
+        try:
+            if attempt.legs and attempt.finish is not None:
+                await asyncio.wait(attempt.legs, timeout=self._limits.cancel_timeout)
+            while self._now < deadline:
+                legs = {
+                    leg: i for leg, i in attempt.legs.items() if not leg.done() and i.state is not InstanceState.DEAD
+                }
+                if not legs:
+                    break
+                await asyncio.gather(*(self._abort(instance, attempt.rid, deadline) for instance in legs.values()))
+                await asyncio.wait(legs, timeout=min(ABORT_RETRY, max(0.0, deadline - self._now)))
+        except Exception as error:
+            self._crash(attempt, error)
+        finally:
+            for leg in attempt.legs:
+                leg.cancel()
 
     async def _abort(self, instance: Instance, rid: str, deadline: float) -> None:
         try:
@@ -397,11 +393,65 @@ class Router:
         except EngineError as error:
             logger.warning("abort of %s failed, its connection is closed instead: %s", rid, error)
 
-    def _release(self, attempt: Attempt) -> None:
+    def _leg_closed(self, attempt: Attempt, leg: asyncio.Task[None]) -> None:
+        del attempt.legs[leg]
+        if attempt.legs and attempt.finish is not None and attempt.closing is None:
+            self._start_closing(attempt)
+        self._close_if_ended(attempt)
+
+    def _close_if_ended(self, attempt: Attempt) -> None:
+        closing = attempt.closing is not None and not attempt.closing.done()
+        if attempt.legs or closing or attempt.closed.done():
+            return
         attempt.prefill.end_prefill(attempt.rid)
         attempt.decode.end_decode(attempt.rid)
         del self._live[attempt.rid]
+        attempt.turn.attempt = None
+        attempt.closed.set_result(None)
+        if not attempt.turn.outcome.done():
+            self._go_on(attempt.turn, attempt)
         self._dispatch()
+
+    def _go_on(self, turn: Turn, attempt: Attempt) -> None:
+        """The turn ends, or queues for what is left of it."""
+        if attempt.verdict is None:
+            turn.outcome.cancel()  # its legs were cancelled by somebody else: the loop is shutting down
+            return
+        try:
+            if attempt.error is not None:
+                raise attempt.error
+            turn.keep(attempt, attempt.verdict)
+            if turn.finish is not None:
+                turn.outcome.set_result(self._finish(turn, turn.finish))
+                return
+            self._refuse_when_closed(turn)
+            self._refuse_when_hopeless(turn)
+            self._record(Requeued(self._now, turn.request.trajectory, turn.prompt_tokens))
+            self._queue(turn)
+        except Exception as error:
+            turn.outcome.set_exception(error)
+
+    # Attempts that fall silent.
+
+    def _watch_silence(self) -> None:
+        if self._silence_check is None:
+            loop = asyncio.get_running_loop()
+            self._silence_check = loop.call_later(self._limits.stall_timeout, self._check_silence)
+
+    def _check_silence(self) -> None:
+        """End the attempts that gave nothing for too long, and look again when the next one will have.
+
+        By its deadline, not by how long it was silent: the rest of a silence can be too short to move the clock.
+        """
+        self._silence_check = None
+        timeout = self._limits.stall_timeout
+        for attempt in list(self._live.values()):
+            if attempt.verdict is None and self._now >= attempt.progressed_at + timeout:
+                self._end(attempt, End.FAILED, f"nothing came for {timeout} s")
+                self._blame(attempt)
+        deadlines = [attempt.progressed_at + timeout for attempt in self._live.values() if attempt.verdict is None]
+        if deadlines:
+            self._silence_check = asyncio.get_running_loop().call_at(min(deadlines), self._check_silence)
 
     # Instances that fail.
 
@@ -436,14 +486,6 @@ class Router:
             instance.stalls += 1
             if instance.stalls >= MAX_STALLS:
                 self.bury(instance, f"{instance.stalls} requests in a row fell silent on it")
-
-    async def _cancel(self, rids: list[str], reason: str) -> int:
-        live = [self._live[rid] for rid in rids]
-        for attempt in live:
-            attempt.end(End.CANCELLED, reason)
-        if live:
-            await asyncio.wait({attempt.task for attempt in live})
-        return len(live)
 
     # The end of a turn.
 
