@@ -5,9 +5,9 @@ simulated. Only what does not depend on the cluster is taken from the trace; its
 
 `convert` reads files of one JSON object a line, gzipped or not, of two kinds. Trajectories have `id` and a list `turns`, and
 may have `domain`, `group`, `success`, `sandbox` and `reward_duration_s`. Each turn has `prompt_tokens`, which is
-`prompt_tokens_new` + `cached_prefix_tokens`, and `output_tokens`; perhaps a `tool` with `name` and `duration_s` that runs after
-it, `llm_time_s`, `ttft_s`, `step_interval_s` (from the start of this turn to that of the next) and `reset` (the context was
-compacted). Requests have `timestamp` (ms), `input_length` and `output_length`, or `ts`, `in` and `out`.
+`prompt_tokens_new` + `cached_prefix_tokens`, and `output_tokens`; perhaps a `tool` with `name` and `duration_s` that runs
+after it, `llm_time_s`, `ttft_s`, `step_interval_s` (from the start of this turn to that of the next) and `reset` (the context
+was compacted). Requests have `timestamp` (ms), `input_length` and `output_length`, or `ts`, `in` and `out`.
 """
 
 from __future__ import annotations
@@ -257,8 +257,9 @@ def convert(path: str | Path) -> Iterator[e.Event]:
 
     All trajectories start at time 0, as those of a batch do, and requests when they came. An output counts as part of the
     next prompt. A context cannot shrink: after a compaction (`reset`, or a prompt that lost a tenth or more) a new
-    trajectory in a group of its own goes on, called `ID/2`; what an agent dropped of a single output stays. Durations that
-    are not known are as the constants of this module say. Raises `ConfigError` with the line.
+    trajectory in a group of its own goes on, called `ID/2`; what an agent dropped of a single output stays. What a server
+    computed again although it was in the context before does not count as new. Durations that are not known are as the
+    constants of this module say. Raises `ConfigError` with the line.
     """
     path = Path(path)
     events: list[e.Event] = []
