@@ -27,6 +27,10 @@ class WorkloadSection(Section):
     """Of `requests`."""
     max_context: Positive = 131072
     """Longest prompt plus output of a trajectory; a script that would be longer ends early."""
+    tool_times: Annotated[float, Field(gt=0)] = 1.0
+    """Multiplies how long every tool runs."""
+    output_lengths: Annotated[float, Field(gt=0)] = 1.0
+    """Multiplies the tokens of every turn's output."""
 
 
 class HardwareSection(Section):

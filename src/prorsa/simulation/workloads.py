@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import erf, inf, log, sqrt
 
@@ -249,8 +249,33 @@ class RequestsWorkload:
         return self._script
 
 
+class ScaledWorkload:
+    """Another workload with its tools slower or faster and its turns longer or shorter. Implements `Workload`."""
+
+    def __init__(self, inner: Workload, section: WorkloadSection) -> None:
+        self.name = inner.name
+        self.questions = inner.questions
+        self._inner = inner
+        self._tool_times = section.tool_times
+        self._output_lengths = section.output_lengths
+        self._max_context = section.max_context
+
+    def script(self, question: int, seed: int) -> Script:
+        script = self._inner.script(question, seed)
+        return replace(script, turns=tuple(map(self._scaled, script.turns))).within(self._max_context)
+
+    def _scaled(self, turn: TurnScript) -> TurnScript:
+        output = max(2, round(self._output_lengths * turn.output_tokens))
+        return replace(turn, output_tokens=output, tool_s=self._tool_times * turn.tool_s)
+
+
 def build_workload(section: WorkloadSection, seed: int) -> Workload:
     """The workload of a scenario, whose seed is `seed`. Raises `ConfigError`."""
+    workload = _unscaled(section, seed)
+    return workload if section.tool_times == section.output_lengths == 1 else ScaledWorkload(workload, section)
+
+
+def _unscaled(section: WorkloadSection, seed: int) -> Workload:
     match section.name:
         case "math":
             return MathWorkload(seed, section.max_context)
