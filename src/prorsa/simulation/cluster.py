@@ -1,0 +1,406 @@
+"""Simulated engines behind the engine protocol, and the world that they share: network, KV store, books, faults.
+
+Everything happens on the event loop's time (`prorsa.simulation.clock`). Each engine has one timer, for whatever its core
+has to do next; its streams wait for what the core reports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from prorsa.engines.protocol import (
+    Bootstrap,
+    Chunk,
+    EngineBusy,
+    EngineError,
+    EngineGone,
+    EngineInfo,
+    FinishReason,
+    GenerateRequest,
+    Load,
+    Role,
+)
+from prorsa.simulation.core import NEVER, Core, Handover, Job, KvStore, StepTimes
+from prorsa.simulation.costs import StepCosts
+from prorsa.simulation.model import Stream
+from prorsa.simulation.profile import Profile
+from prorsa.simulation.statistics import ConservationError, Ledger, Statistics
+
+__all__ = ["ConservationError", "SimulatedCluster", "SimulatedEngine", "Statistics"]
+
+
+class Model(Protocol):
+    """What the engines ask of `prorsa.simulation.model.PseudoModel`."""
+
+    def stream(self, request: GenerateRequest) -> Stream: ...
+
+
+class SimulatedCluster:
+    """The world of the engines, and the `Restarter` of those that die.
+
+    `prefill` is the profile of prefill and mixed instances. Where `decode` is another one, roles cannot be switched between
+    them. `prefill_every` is that of `PolicySection`; a decode reports what it has every `stream_s` seconds.
+    """
+
+    def __init__(
+        self,
+        prefill: Profile,
+        decode: Profile,
+        model: Model,
+        *,
+        prefill_every: int = 0,
+        stream_s: float = 10.0,
+        kv_store: bool = True,
+    ) -> None:
+        """Raises `ConfigError` where a profile's grid cannot be used."""
+        self.prefill = prefill
+        self.decode = decode
+        self.model = model
+        self.prefill_every = prefill_every
+        self.stream_s = stream_s
+        self.statistics = Statistics()
+        self.ledger = Ledger()
+        self.store = KvStore(prefill.store_bytes_per_s) if kv_store else None
+        self.engines: dict[str, SimulatedEngine] = {}
+        """By name; those that have died until they are restarted."""
+        self._times = {Role.PREFILL: StepTimes(StepCosts(prefill))}
+        self._times[Role.MIXED] = self._times[Role.PREFILL]
+        self._times[Role.DECODE] = self._times[Role.PREFILL] if self.alike else StepTimes(StepCosts(decode))
+        self._handovers: dict[Bootstrap, Handover] = {}
+        """Of requests of which one leg is here."""
+        self._first_prompts: dict[int, int] = {}
+
+    @property
+    def alike(self) -> bool:
+        """Whether an engine can have any role."""
+        return self.prefill == self.decode
+
+    def start(self, name: str, role: Role) -> SimulatedEngine:
+        """A running engine with the weights of version 0."""
+        if name in self.engines and self.engines[name].alive:
+            raise ValueError(f"engine {name} runs already")
+        engine = self.engines[name] = SimulatedEngine(name, role, self)
+        return engine
+
+    async def restart(self, name: str, role: Role) -> SimulatedEngine:
+        """Kills what is left of the engine, and starts it anew; that takes the profile's `restart_s`."""
+        self.kill(name)
+        await asyncio.sleep(self.profile(role).restart_s)
+        return self.start(name, role)
+
+    def kill(self, name: str) -> None:
+        """The engine dies: its streams break with `EngineGone`."""
+        self.engines[name].die()
+
+    def check(self) -> None:
+        """Raises `ConservationError` where a token was lost or made twice, or an idle engine still holds something."""
+        now = asyncio.get_running_loop().time()
+        live = [(engine, job) for engine in self.engines.values() for job in engine.core.jobs]
+        for engine in self.engines.values():
+            engine.core.settle(now)
+            engine.core.check()
+        handovers = {id(job.handover): job.handover for _, job in live if job.handover is not None}
+        self.ledger.check(
+            self.statistics,
+            prefilling=sum(job.computed for _, job in live),
+            moving=sum(handover.moved for handover in handovers.values()),
+            untold=sum(engine.core.generated(job) - job.told for engine, job in live),
+        )
+        if not live and self._handovers:
+            raise ConservationError(f"all engines are idle, but {len(self._handovers)} handovers wait for a leg")
+
+    # What the engines ask.
+
+    def profile(self, role: Role) -> Profile:
+        return self.decode if role is Role.DECODE else self.prefill
+
+    def core(self, engine: SimulatedEngine, role: Role, version: int) -> Core:
+        return Core(
+            self.profile(role),
+            self._times[role],
+            role,
+            version=version,
+            store=self.store,
+            statistics=self.statistics,
+            ledger=self.ledger,
+            changed=engine.rearm,
+            prefill_every=self.prefill_every,
+            stream_s=self.stream_s,
+        )
+
+    def handover(self, bootstrap: Bootstrap) -> Handover:
+        """Both legs of a request get the same one."""
+        known = self._handovers.pop(bootstrap, None)
+        if known is None:
+            known = self._handovers[bootstrap] = Handover()
+        return known
+
+    def forget(self, bootstrap: Bootstrap) -> None:
+        """A leg is over: should the other one never have come, nothing of them stays."""
+        self._handovers.pop(bootstrap, None)
+
+    def first_prompt(self, question: int, prompt: int) -> int:
+        """How much of its prompt a request shares with its group: the shortest that was ever asked for the question."""
+        known = self._first_prompts.get(question, prompt)
+        if prompt <= known:
+            self._first_prompts[question] = known = prompt
+        return known
+
+
+class _Leg:
+    """A stream between an engine's core and whoever reads it."""
+
+    __slots__ = ("chunks", "closed", "error", "job", "loop", "stream", "version", "waiter")
+
+    def __init__(self, stream: Stream | None, version: int, loop: asyncio.AbstractEventLoop) -> None:
+        """`stream` is what a decode gives; None on a prefill instance."""
+        self.stream = stream
+        self.version = version
+        self.loop = loop
+        self.job: Job
+        self.chunks: deque[Chunk] = deque()
+        self.error: EngineGone | None = None
+        self.waiter: asyncio.Future[None] | None = None
+        self.closed = False
+
+    async def next(self) -> Chunk:
+        """Raises `EngineGone` when it breaks."""
+        while not self.chunks:
+            if self.error is not None:
+                raise self.error
+            self.waiter = self.loop.create_future()
+            await self.waiter
+        return self.chunks.popleft()
+
+    def tell(self, count: int, finish: FinishReason | None) -> None:
+        """Stream the next `count` tokens."""
+        tokens: tuple[int, ...] = ()
+        logprobs: tuple[float, ...] = ()
+        if self.stream is not None:
+            tokens, logprobs = self.stream.take(count)
+            if finish is FinishReason.STOP and self.stream.length:
+                finish = FinishReason.LENGTH
+        cached = self.job.cached_prompt
+        self.chunks.append(Chunk(tokens, logprobs, self.version, cached, finish))
+        self._wake()
+
+    def snap(self, error: EngineGone) -> None:
+        self.error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+
+class SimulatedEngine:
+    """An `Engine`. `refuse` and `flip_fault` are faults that a test sets."""
+
+    bootstrap_port = 1
+
+    def __init__(self, name: str, role: Role, cluster: SimulatedCluster) -> None:
+        self.name = name
+        self.bootstrap_host = name
+        self.alive = True
+        self.refuse = 0
+        """How many more requests are refused as busy."""
+        self.flip_fault: str | None = None
+        """What every role switch fails with."""
+        self._cluster = cluster
+        self._legs: dict[str, _Leg] = {}
+        self._occupied: str | None = None
+        """What it is doing that lets it serve nothing."""
+        self._emptied: asyncio.Event = asyncio.Event()
+        """Whether the core was seen without requests since it was last asked to end all."""
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._advancing = False
+        self.core = cluster.core(self, role, 0)
+
+    # The stream.
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        leg = self._open(request)
+        try:
+            while True:
+                chunk = await leg.next()
+                yield chunk
+                if chunk.finish is not None:
+                    return
+        finally:
+            self._close(request, leg)
+
+    def _open(self, request: GenerateRequest) -> _Leg:
+        self._answer()
+        self._refuse(request)
+        core = self.core
+        stream = None if core.role is Role.PREFILL else self._cluster.model.stream(request)
+        leg = _Leg(stream, core.version, self._loop)
+        leg.job = self._job(request, leg)
+        self._legs[request.rid] = leg
+        if core.role is Role.DECODE:
+            core.decode(leg.job, self._loop.time())
+        else:
+            core.prefill(leg.job, self._loop.time())
+        return leg
+
+    def _refuse(self, request: GenerateRequest) -> None:
+        asked = f"engine {self.name}: asked {request.rid}"
+        if self._occupied is not None:
+            raise EngineBusy(f"{asked}; it is busy with {self._occupied}")
+        if self.refuse > 0:
+            self.refuse -= 1
+            raise EngineBusy(f"{asked}; its queue is full")
+        if request.rid in self._legs:
+            raise EngineError(f"{asked}; it serves that already")
+        bootstrap, role = request.bootstrap, self.core.role
+        elsewhere = role is Role.PREFILL and bootstrap is not None and bootstrap.host != self.bootstrap_host
+        if (bootstrap is None) != (role is Role.MIXED) or elsewhere:
+            raise EngineError(f"{asked} with {bootstrap}; it is a {role} instance")
+
+    def _job(self, request: GenerateRequest, leg: _Leg) -> Job:
+        prompt = len(request.input_ids)
+        target = 0 if leg.stream is None else min(leg.stream.length, request.sampling.max_new_tokens)
+        capacity = self.core.profile.kv_tokens
+        if prompt + max(target, 1) > capacity:
+            raise EngineError(
+                f"engine {self.name}: asked {request.rid}; {prompt} prompt and {target} output tokens can never fit into the "
+                f"{capacity} tokens of a rank's KV cache: raise kv_tokens or lower max_context"
+            )
+        question = request.input_ids[0]
+        return Job(
+            trajectory=request.rid.rsplit(".", 2)[0],
+            question=question,
+            prompt=prompt,
+            target=target,
+            first_prompt=self._cluster.first_prompt(question, prompt),
+            report=lambda job, finish: self._report(leg, job, finish),
+            handover=None if request.bootstrap is None else self._cluster.handover(request.bootstrap),
+        )
+
+    def _report(self, leg: _Leg, job: Job, finish: FinishReason | None) -> None:
+        """Stream what the job has generated since the last time."""
+        count = self.core.generated(job) - job.told
+        job.told += count
+        if leg.closed:
+            self._cluster.ledger.unread += count
+        else:
+            self._cluster.ledger.streamed += count
+            if count or finish is not None:
+                leg.tell(count, finish)
+        if finish is not None and not self.core.jobs:
+            self._emptied.set()
+
+    def _close(self, request: GenerateRequest, leg: _Leg) -> None:
+        leg.closed = True
+        del self._legs[request.rid]
+        if self.alive:
+            self.core.abort(leg.job, self._loop.time())
+        if request.bootstrap is not None:
+            self._cluster.forget(request.bootstrap)
+
+    # Control.
+
+    async def abort(self, rid: str | None = None) -> None:
+        self._answer()
+        for leg in list(self._legs.values()) if rid is None else filter(None, [self._legs.get(rid)]):
+            self.core.abort(leg.job, self._loop.time())
+
+    async def load(self) -> Load:
+        self._answer()
+        core = self.core
+        core.settle(self._loop.time())
+        running = core.running
+        return Load(running, len(core.jobs) - running, core.live_tokens, core.profile.instance_kv_tokens)
+
+    async def info(self) -> EngineInfo:
+        self._answer()
+        return EngineInfo(self.core.role, self.core.version, self.core.profile.model)
+
+    async def switch_role(self, role: Role) -> None:
+        """Takes the profile's `flip_s`; the prefixes that it has cached are lost."""
+        self._answer()
+        if self._occupied is not None or self.core.jobs:
+            raise EngineBusy(f"engine {self.name}: asked to become {role}; it is not idle")
+        if self._cluster.profile(role) != self.core.profile:
+            raise EngineError(
+                f"engine {self.name}: asked to become {role}; its ranks are grouped as profile {self.core.profile.name} has "
+                f"them, not as {self._cluster.profile(role).name} of that role: it would have to be restarted"
+            )
+        await self._pass("a role switch", self.core.profile.flip_s)
+        if self.flip_fault is not None:
+            raise EngineError(f"engine {self.name}: asked to become {role}; {self.flip_fault}")
+        self.core = self._cluster.core(self, role, self.core.version)
+
+    async def update_weights(self, path: str, version: int) -> None:
+        """Takes the profile's `update_s` from when its last request has ended; nothing of the old version is read again."""
+        self._answer()
+        if self._occupied is not None:
+            raise EngineBusy(f"engine {self.name}: asked to load {path}; it is busy with {self._occupied}")
+        await self.abort()
+        await self._pass("a weight update", self.core.profile.update_s)
+        self.core = self._cluster.core(self, self.core.role, version)
+
+    async def healthy(self) -> bool:
+        return self.alive
+
+    async def close(self) -> None:
+        """There is nothing to release."""
+
+    def die(self) -> None:
+        if not self.alive:
+            return
+        self.alive = False
+        self._emptied.set()
+        jobs = list(self.core.jobs)
+        self.core.vanish(self._loop.time())
+        self._cluster.ledger.unread += sum(job.generated - job.told for job in jobs)
+        self.break_streams()
+
+    def break_streams(self) -> None:
+        """Every connection breaks; the engine ends the requests that nobody reads any more."""
+        for leg in self._legs.values():
+            leg.snap(EngineGone(f"engine {self.name}: the stream broke off"))
+
+    async def _pass(self, occupied: str, seconds: float) -> None:
+        """Serve nothing until all requests have ended and `seconds` have gone by."""
+        self._occupied = occupied
+        try:
+            if self.core.jobs:
+                self._emptied.clear()
+                await self._emptied.wait()
+            await asyncio.sleep(seconds)
+        finally:
+            self._occupied = None
+        self._answer()
+
+    def _answer(self) -> None:
+        if not self.alive:
+            raise EngineGone(f"engine {self.name}: no answer")
+
+    # Time.
+
+    def rearm(self) -> None:
+        """Ring when the core has something to do. A timer that is early rings for nothing and is set anew."""
+        if self._advancing or not self.alive:
+            return
+        due = self.core.due
+        if due == NEVER:
+            return
+        if self._timer is not None:
+            if self._timer.when() <= due:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_at(due, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        if not self.alive:
+            return
+        self._advancing = True
+        self.core.advance(self._loop.time())
+        self._advancing = False
+        self.rearm()

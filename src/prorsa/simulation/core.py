@@ -1,0 +1,1102 @@
+"""One simulated engine instance: attention DP ranks that step together, with their queues, KV pools and prefix caches.
+
+A plain object that is told the time. It does prompt work and decodes, whatever its role: a prefill instance is given only
+the first, a decode instance only the second (and the prompts of decodes that it had to retract), a mixed one both.
+
+Physics. All ranks make one step together: a rank with prompt work prefills up to `profile.chunk` tokens, any other decodes
+one token of each request that runs on it, and the step lasts as long as its slowest rank needs, plus what all then do
+together. While no rank prefills and no batch changes, many steps are one event: its time is the mean of its first and its
+last step times their number (step times are linear between the grid's points). Whatever comes in between ends the event
+at the next step boundary.
+
+Invariants. Live requests and cached prefixes together never exceed a rank's pool. A request is on one rank at most.
+Requests end at step boundaries, or at once while no step works on them. An event costs the requests that it changes and
+the ranks, never the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from enum import Enum
+from heapq import heappop, heappush
+from itertools import count
+
+from prorsa.engines.protocol import FinishReason, Role
+from prorsa.simulation.costs import StepCosts
+from prorsa.simulation.profile import Profile
+from prorsa.simulation.statistics import ConservationError, Ledger, Statistics
+
+MAX_JUMP = 1024
+"""Steps of one event, so that the context does not grow over several points of the grid."""
+WINDOW = 1024
+"""Contexts between which the cost of a decode step is taken to be linear: the grids' points are no closer."""
+WATERMARK = 0.01
+"""Share of a rank's pool that must stay free when a request joins others, so that it is not retracted at once."""
+UNBALANCED = 1.5
+"""How much more KV cache than the least loaded rank the one may have to which a prefix calls a request."""
+NEVER = math.inf
+
+
+class Stage(Enum):
+    """Where a request is on an instance."""
+
+    FETCHING = "fetching"
+    """Its prefix comes from the KV store."""
+    QUEUED = "queued"
+    """For prompt work."""
+    PREFILLING = "prefilling"
+    SENDING = "sending"
+    """Prefilled; its KV cache is on the way to the decode instance."""
+    UNPLACED = "unplaced"
+    """Waits for room on a decode rank."""
+    RESERVED = "reserved"
+    """Has room on a decode rank; its KV cache is on the way."""
+    ARRIVED = "arrived"
+    """Its KV cache is there; waits to join a batch."""
+    DECODING = "decoding"
+    ENDED = "ended"
+
+
+class Job:
+    """One leg of a request on one instance. Lengths in tokens."""
+
+    __slots__ = (
+        "aborting",
+        "base",
+        "cached",
+        "cached_prompt",
+        "computed",
+        "done",
+        "end",
+        "fetched",
+        "first_prompt",
+        "generated",
+        "handover",
+        "in_step",
+        "prompt",
+        "question",
+        "rank",
+        "report",
+        "resident",
+        "stage",
+        "target",
+        "told",
+        "trajectory",
+        "work",
+    )
+
+    def __init__(
+        self,
+        *,
+        trajectory: str,
+        question: int,
+        prompt: int,
+        target: int,
+        first_prompt: int,
+        report: Callable[[Job, FinishReason | None], None],
+        handover: Handover | None,
+    ) -> None:
+        """`target` tokens are to be generated; `first_prompt` is the part of the prompt that its group shares.
+
+        `report` is called when there is something to stream: `generated` has grown, or the job ends.
+        """
+        self.trajectory = trajectory
+        self.question = question
+        self.prompt = prompt
+        self.target = target
+        self.first_prompt = first_prompt
+        self.report = report
+        self.handover = handover
+        self.stage = Stage.QUEUED
+        self.rank: Rank = None  # type: ignore[assignment]
+        self.generated = 0
+        """While it decodes: as of when it joined its batch, or was last counted."""
+        self.told = 0
+        """Of `generated`, what its stream has had."""
+        self.base = 0
+        """While it decodes: its context less the rank's steps."""
+        self.end = 0
+        """The step of its rank with which it ends."""
+        self.work = 0
+        """Prompt tokens that the rank still expects to compute for it."""
+        self.cached_prompt = 0
+        """Of the request's own prompt, what was not computed; known when its prefill is done."""
+        self.done = self.cached = self.fetched = self.computed = 0
+        """Of the prefill in progress: tokens that are there, and where they came from."""
+        self.resident = False
+        """Whether the rank counts it among those that hold its group's first prompt."""
+        self.in_step = False
+        """Whether the present step prefills it."""
+        self.aborting = False
+        """Whether it ends with the present step."""
+
+    @property
+    def context(self) -> int:
+        return self.prompt + self.generated
+
+
+class Rank:
+    """One attention DP rank. KV cache in tokens."""
+
+    __slots__ = (
+        "arrived",
+        "backlog",
+        "batch",
+        "cache",
+        "cached",
+        "capacity",
+        "chunk",
+        "context",
+        "cost",
+        "ends",
+        "floor",
+        "groups",
+        "held",
+        "index",
+        "link_busy",
+        "low",
+        "pause",
+        "paused",
+        "priced",
+        "queue",
+        "running",
+        "serving",
+        "slope",
+        "step",
+        "work",
+    )
+
+    def __init__(self, index: int, capacity: int) -> None:
+        self.index = index
+        self.capacity = capacity
+        self.queue: deque[Job] = deque()
+        self.chunk: list[tuple[Job, int]] = []
+        """What the present step prefills: (request, tokens)."""
+        self.work = 0
+        """Prompt tokens to compute, of queued and prefilling requests."""
+        self.backlog = 0
+        """Prompt tokens of requests that wait for their prefill to start."""
+        self.serving = 0
+        """Requests whose prefill has started and not ended."""
+        self.running: dict[Job, None] = {}
+        """The decoding requests, oldest first."""
+        self.ends: list[tuple[int, int, Job]] = []
+        """A heap of (step, serial, request) of all decoding ones, and of some that have gone."""
+        self.step = 0
+        """Decode steps that it has made."""
+        self.batch = 0
+        self.context = 0
+        """KV cache of the decoding requests."""
+        self.held = 0
+        """KV cache of all other live requests."""
+        self.cache: OrderedDict[str, tuple[int, int, bool]] = OrderedDict()
+        """trajectory -> (tokens, question, resident) of evictable prefixes, the least recently used first."""
+        self.cached = 0
+        self.groups: dict[int, int] = {}
+        """question -> how many live or cached contexts start with its prompt."""
+        self.link_busy = 0.0
+        """Until when its network interfaces are taken."""
+        self.pause = 0.0
+        """How long its decodes have stood still, and how many of them."""
+        self.paused = 0
+        self.cost = 0.0
+        """Of its part of the present step, seconds."""
+        self.priced = -1
+        """The batch for which `low` and `slope` hold, for mean contexts from `floor` to `floor + WINDOW`."""
+        self.floor = 0
+        self.low = 0.0
+        self.slope = 0.0
+
+    @property
+    def live(self) -> int:
+        return self.held + self.context
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a request of so many tokens may join those that live here; an empty rank takes any."""
+        live = self.held + self.context
+        return live == 0 or live + tokens <= self.capacity * (1 - WATERMARK)
+
+    def put(self, job: Job, tokens: int) -> None:
+        """Keep the job's KV cache as an evictable prefix."""
+        self.drop(job.trajectory)
+        self.cache[job.trajectory] = (tokens, job.question, job.resident)
+        self.cached += tokens
+        job.resident = False
+
+    def take(self, job: Job) -> int:
+        """The job takes its trajectory's prefix over; returns how long it is."""
+        entry = self.cache.pop(job.trajectory, None)
+        if entry is None:
+            return 0
+        tokens, question, resident = entry
+        self.cached -= tokens
+        if resident and job.resident:
+            self.leave(question)
+        job.resident = job.resident or resident
+        return tokens
+
+    def drop(self, trajectory: str) -> None:
+        entry = self.cache.pop(trajectory, None)
+        if entry is not None:
+            tokens, question, resident = entry
+            self.cached -= tokens
+            if resident:
+                self.leave(question)
+
+    def trim(self) -> None:
+        """Evict prefixes until everything fits."""
+        while self.held + self.context + self.cached > self.capacity:
+            if not self.cache:
+                raise ConservationError(
+                    f"rank {self.index} holds {self.live} tokens of KV cache, its capacity is {self.capacity}"
+                )
+            self.drop(next(iter(self.cache)))
+
+    def join(self, job: Job) -> None:
+        """The job's context holds its group's first prompt from now on."""
+        if not job.resident:
+            job.resident = True
+            self.groups[job.question] = self.groups.get(job.question, 0) + 1
+
+    def leave(self, question: int) -> None:
+        left = self.groups[question] - 1
+        if left:
+            self.groups[question] = left
+        else:
+            del self.groups[question]
+
+
+class KvStore:
+    """The KV store outside the instances: everything is written through one shared link and nothing is forgotten."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._rate = bytes_per_s
+        self._busy = 0.0
+        self._contexts: dict[str, tuple[int, int]] = {}
+        self._prompts: dict[int, tuple[int, int]] = {}
+
+    def stored(self, job: Job, version: int) -> int:
+        """How many tokens of the job's context it has under these weights."""
+        own = self._contexts.get(job.trajectory)
+        if own is not None and own[0] == version:
+            return own[1]
+        group = self._prompts.get(job.question)
+        return group[1] if group is not None and group[0] == version else 0
+
+    def write(self, job: Job, tokens: int, version: int, token_bytes: int, now: float) -> None:
+        """Keep the first `tokens` of the job's context; only what is new moves."""
+        present = self._contexts.get(job.trajectory)
+        if present is not None and present[0] > version:
+            return
+        more = tokens - self.stored(job, version)
+        if more <= 0:
+            return
+        self.move(more * token_bytes, now)
+        self._contexts[job.trajectory] = (version, tokens)
+        if tokens >= job.first_prompt > 0:
+            self._prompts[job.question] = (version, job.first_prompt)
+
+    def delay(self, size: float, now: float) -> float:
+        """How long `size` bytes would take now, what waits before them included, seconds."""
+        return max(self._busy - now, 0.0) + size / self._rate
+
+    def move(self, size: float, now: float) -> float:
+        """Take the link for `size` bytes; returns when they are there."""
+        self._busy = max(self._busy, now) + size / self._rate
+        return self._busy
+
+
+class Handover:
+    """The KV cache of one request on its way from a prefill rank to a decode rank.
+
+    Tokens move as soon as they are there and the decode side has room, first come first served on both ranks' links; so
+    all but the last chunk moves while the prefill goes on. When the last one has arrived, both sides are told.
+    """
+
+    __slots__ = ("arrival", "broken", "moved", "receiver", "sender", "taken", "unsent", "whole")
+
+    def __init__(self) -> None:
+        self.sender: tuple[Core, Job] | None = None
+        """Known once the prefill is served."""
+        self.receiver: tuple[Core, Job] | None = None
+        """Known once the decode has room."""
+        self.taken: list[tuple[Core, Job]] = []
+        """Every side that has asked for it so far."""
+        self.unsent = 0
+        self.moved = 0
+        self.arrival = 0.0
+        self.whole = False
+        self.broken = False
+
+    def meet(self, core: Core, job: Job, now: float) -> None:
+        """A leg has come; it can only go where the other side is already gone."""
+        self.taken.append((core, job))
+        if self.broken:
+            core.abort(job, now)
+
+    def offer(self, tokens: int, now: float) -> None:
+        self.unsent += tokens
+        self._move(now)
+
+    def complete(self, now: float) -> None:
+        """Nothing more will be offered."""
+        self.whole = True
+        self._move(now)
+
+    def accept(self, core: Core, job: Job, now: float) -> None:
+        """The decode side has room."""
+        self.receiver = (core, job)
+        self._move(now)
+
+    def snap(self, job: Job, now: float) -> None:
+        """One side is gone before the end: the other cannot go on."""
+        if self.broken:
+            return
+        self.broken = True
+        for core, other in self.taken:
+            if other is not job:
+                core.abort(other, now)
+
+    def _move(self, now: float) -> None:
+        if self.sender is None or self.receiver is None or self.broken:
+            return
+        (source, sent), (target, received) = self.sender, self.receiver
+        if source.version != target.version:
+            source.abort(sent, now)
+            target.abort(received, now)
+            return
+        if self.unsent:
+            rate = min(source.profile.network_bytes_per_s, target.profile.network_bytes_per_s)
+            start = max(now, sent.rank.link_busy, received.rank.link_busy)
+            self.arrival = start + self.unsent * source.profile.kv_bytes / rate
+            sent.rank.link_busy = received.rank.link_busy = self.arrival
+            source.statistics.moved_tokens += self.unsent
+            self.moved += self.unsent
+            self.unsent = 0
+        if self.whole:
+            at = max(self.arrival, now) + source.profile.network_latency_s
+            source.at(at, sent)
+            target.at(at, received)
+
+
+class StepTimes:
+    """`StepCosts` that remembers. Decode costs are tabled by batch and `WINDOW` of mean contexts."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self.prefill = costs.prefill_local
+        self._costs = costs
+        self._decode: dict[tuple[int, int], tuple[float, float]] = {}
+        self._shared: dict[tuple[bool, float, float], float] = {}
+        self._token_s: dict[tuple[int, int], float] = {}
+
+    def decode(self, batch: int, floor: int) -> tuple[float, float]:
+        """(seconds at a mean context of `floor`, seconds that a further token of it adds)."""
+        known = self._decode.get((batch, floor))
+        if known is None:
+            low, high = (self._costs.decode_local(batch, context) for context in (floor, floor + WINDOW))
+            known = self._decode[batch, floor] = (low, (high - low) / WINDOW)
+        return known
+
+    def shared(self, extending: bool, mean: float, most: float) -> float:
+        key = (extending, mean, most)
+        known = self._shared.get(key)
+        if known is None:
+            known = self._costs.shared(extending, mean, most)
+            # Chunks have any length: only decodes come back to the same sums.
+            if not extending:
+                self._shared[key] = known
+        return known
+
+    def prefill_token(self, prefix: int, chunk: int) -> float:
+        """Seconds that a rank takes for one prompt token of a full chunk after `prefix`, to a WINDOW's width."""
+        key = (prefix // WINDOW, chunk)
+        known = self._token_s.get(key)
+        if known is None:
+            step = self._costs.prefill_local(chunk, key[0] * WINDOW) + self._costs.shared(True, chunk, chunk)
+            known = self._token_s[key] = step / chunk
+        return known
+
+
+class Core:
+    """An instance in time. Whoever owns it calls `advance` when `due` has come; `changed` tells of an earlier `due`."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        times: StepTimes,
+        role: Role,
+        *,
+        version: int,
+        store: KvStore | None,
+        statistics: Statistics,
+        ledger: Ledger,
+        changed: Callable[[], None],
+        prefill_every: int,
+        stream_s: float,
+    ) -> None:
+        self.profile = profile
+        self.times = times
+        self.role = role
+        self.version = version
+        self.store = store
+        self.statistics = statistics
+        self.ledger = ledger
+        self.changed = changed
+        self.prefill_every = prefill_every if role is Role.MIXED else 0
+        self.stream_s = stream_s
+        self.jobs: dict[Job, None] = {}
+        """Every request that lives here."""
+        self.ranks = [Rank(index, profile.kv_tokens) for index in range(profile.ranks)]
+        self._homes: dict[str, Rank] = {}
+        """trajectory -> the rank that served it last."""
+        self._unplaced: deque[Job] = deque()
+        self._arrived: deque[Job] = deque()
+        self._ending: list[Job] = []
+        """Aborted while a step works on them."""
+        self._timers: list[tuple[float, int, Job]] = []
+        self._reports: deque[tuple[float, Job]] = deque()
+        self._serial = count()
+        self._queued = 0
+        """Requests in the ranks' queues."""
+        self._since_prefill = 0
+        """Decode steps since the last step that prefilled."""
+        # The present step, or steps: `_steps` of them from `_start` to `_end`; 0 while there is nothing to do. The first
+        # takes `_first` seconds, each later one `_growth` more; of that, `_shared` is not the ranks' own.
+        self._steps = 0
+        self._start = 0.0
+        self._end = NEVER
+        self._first = self._growth = self._shared = 0.0
+        self._own = self._own_growth = 0.0
+        """Summed over the ranks: their part of the first step, and its growth."""
+        self._decoding: list[Rank] = []
+        self._extending: list[Rank] = []
+
+    # What the owner calls.
+
+    @property
+    def due(self) -> float:
+        reports = self._reports
+        while reports and reports[0][1].stage is not Stage.DECODING:
+            reports.popleft()
+        due = self._end
+        if self._timers and self._timers[0][0] < due:
+            due = self._timers[0][0]
+        if reports and reports[0][0] < due:
+            due = reports[0][0]
+        return due
+
+    def advance(self, now: float) -> None:
+        """Do everything that is due."""
+        timers, reports = self._timers, self._reports
+        while True:
+            timer = timers[0][0] if timers else NEVER
+            report = reports[0][0] if reports else NEVER
+            if timer <= self._end and timer <= report:
+                if timer > now:
+                    return
+                self._ring(heappop(timers)[2], timer)
+            elif report <= self._end:
+                if report > now:
+                    return
+                self._report_due()
+            elif self._end > now:
+                return
+            else:
+                self._boundary(self._end)
+
+    def prefill(self, job: Job, now: float) -> None:
+        """Take in a request's prompt work."""
+        self.jobs[job] = None
+        self._join_queue(job, now)
+        if job.handover is not None:
+            job.handover.meet(self, job, now)
+        self.changed()
+
+    def decode(self, job: Job, now: float) -> None:
+        """Take in a request that is prefilled elsewhere."""
+        assert job.handover is not None
+        self.jobs[job] = None
+        job.stage = Stage.UNPLACED
+        self._unplaced.append(job)
+        job.handover.meet(self, job, now)
+        self._place_decodes(now)
+        self.changed()
+
+    def abort(self, job: Job, now: float) -> None:
+        """End the request: at once, or at the next boundary where a step works on it."""
+        if job.stage is Stage.ENDED or job.aborting:
+            return
+        if job.stage is Stage.DECODING or job.in_step:
+            job.aborting = True
+            self._ending.append(job)
+            self._cut(now)
+        else:
+            self._finish(job, FinishReason.ABORT, now)
+            self._place_decodes(now)
+        self.changed()
+
+    def vanish(self, now: float) -> None:
+        """The instance is gone with everything on it. Nothing is reported."""
+        self.settle(now)
+        for job in list(self.jobs):
+            self._close_books(job, now)
+            job.stage = Stage.ENDED
+        self.jobs.clear()
+        self._end = NEVER
+        self._timers.clear()
+        self._reports.clear()
+
+    def at(self, time: float, job: Job) -> None:
+        """Come back to the job then."""
+        heappush(self._timers, (time, next(self._serial), job))
+        self.changed()
+
+    def settle(self, now: float) -> None:
+        """Book the steps that are over; those of them that end a request stay."""
+        done = min(self._steps_until(now), self._steps - 1)
+        if done > 0 and not self._extending:
+            self._book(done)
+
+    @property
+    def live_tokens(self) -> int:
+        return sum(rank.live for rank in self.ranks)
+
+    @property
+    def running(self) -> int:
+        """Requests that steps work on."""
+        return sum(rank.batch + rank.serving for rank in self.ranks)
+
+    def generated(self, job: Job) -> int:
+        """Tokens of a job as of the last settled step."""
+        return job.base + job.rank.step - job.prompt if job.stage is Stage.DECODING else job.generated
+
+    def check(self) -> None:
+        """Raises `ConservationError` where something is left behind, or the sums of a rank do not fit its requests."""
+        for rank in self.ranks:
+            where = f"rank {rank.index} of a {self.role} instance"
+            rank.trim()
+            if rank.context != sum(self.generated(job) + job.prompt for job in rank.running):
+                raise ConservationError(f"{where}: its KV cache is {rank.context} tokens, not what its decodes have")
+            if rank.cached != sum(tokens for tokens, _, _ in rank.cache.values()):
+                raise ConservationError(f"{where}: its cached prefixes do not add up to {rank.cached}")
+            if not self.jobs and (rank.live or rank.batch or rank.queue or rank.work or rank.backlog or rank.serving):
+                raise ConservationError(f"{where}: it is idle, but {rank.live} tokens of KV cache are still held")
+            if not self.jobs and sum(rank.groups.values()) != sum(held for _, _, held in rank.cache.values()):
+                raise ConservationError(f"{where}: it counts holders of first prompts that are gone")
+
+    # Prompt work.
+
+    def _join_queue(self, job: Job, now: float, front: bool = False) -> None:
+        """Choose a rank, and fetch what the KV store has and the rank lacks where that is faster than computing it."""
+        rank, local = self._choose(job)
+        job.rank = rank
+        self._homes[job.trajectory] = rank
+        if job.trajectory in rank.cache:
+            rank.cache.move_to_end(job.trajectory)
+        job.done = job.fetched = job.computed = 0
+        job.cached = local
+        job.work = job.context - local
+        rank.work += job.work
+        rank.backlog += job.context
+        if self.store is not None:
+            stored = min(self.store.stored(job, self.version), job.context - 1)
+            size = (stored - local) * self.profile.kv_bytes
+            if size > 0:
+                compute = (stored - local) * self.times.prefill_token(local, self.profile.chunk)
+                if self.store.delay(size, now) < compute:
+                    job.stage = Stage.FETCHING
+                    job.fetched = stored
+                    rank.work -= stored - local
+                    job.work -= stored - local
+                    self.at(self.store.move(size, now), job)
+                    return
+        self._queue(job, now, front)
+
+    def _queue(self, job: Job, now: float, front: bool = False) -> None:
+        job.stage = Stage.QUEUED
+        rank = job.rank
+        if front:
+            # Those in service stand before all others: what they hold is freed only when they go on.
+            rank.queue.insert(rank.serving, job)
+        else:
+            rank.queue.append(job)
+        self._queued += 1
+        self._cut(now)
+
+    def _choose(self, job: Job) -> tuple[Rank, int]:
+        """The rank that has its prefix unless that is clearly more loaded, else the least loaded one; and how much of the
+        context it has. A prefill rank's load is its work: the prefix is worth waiting for as long as computing it would
+        take. Any other's is its KV cache, which slows its decodes: there it may be `UNBALANCED`."""
+        if self.role is Role.PREFILL:
+            loads = [rank.work for rank in self.ranks]
+            least = bound = min(loads)
+        else:
+            loads = [rank.held + rank.context + rank.backlog for rank in self.ranks]
+            least = min(loads)
+            bound = int(least * UNBALANCED)
+        home = self._homes.get(job.trajectory)
+        if home is None or job.trajectory not in home.cache:
+            holders = [rank for rank in self.ranks if job.question in rank.groups] if job.first_prompt else []
+            home = min(holders, key=lambda rank: loads[rank.index], default=None)
+        if home is not None:
+            local = self._local(home, job)
+            if loads[home.index] <= bound + local:
+                return home, local
+        rank = self.ranks[loads.index(least)]
+        return rank, self._local(rank, job)
+
+    def _local(self, rank: Rank, job: Job) -> int:
+        """Tokens of the job's context that the rank has; the last one must always be computed."""
+        entry = rank.cache.get(job.trajectory)
+        own = entry[0] if entry is not None else 0
+        shared = job.first_prompt if job.question in rank.groups else 0
+        return min(max(own, shared), job.context - 1)
+
+    def _admit(self, rank: Rank, job: Job, now: float) -> bool:
+        """Start to serve a queued prompt where the rank has room for it."""
+        need = job.context + 1
+        if not rank.fits(need):
+            return False
+        if self.role is not Role.PREFILL and rank.batch + rank.serving >= self.profile.max_running:
+            return False
+        local = self._local(rank, job)
+        rank.take(job)
+        rank.held += need
+        rank.backlog -= job.context
+        rank.serving += 1
+        rank.trim()
+        # What was fetched follows what the rank had then: it is of no use where the rank has lost that.
+        job.fetched = max(job.fetched - local, 0) if local >= job.cached else 0
+        job.cached = local
+        job.done = local + job.fetched
+        rank.work += job.context - job.done - job.work
+        job.work = job.context - job.done
+        job.stage = Stage.PREFILLING
+        if job.handover is not None and self.role is Role.PREFILL:
+            job.handover.sender = (self, job)
+            job.handover.offer(job.done, now)
+        return True
+
+    def _form_chunk(self, rank: Rank, now: float) -> None:
+        """Fill the rank's chunk from the front of its queue, and price it."""
+        budget, weighted = self.profile.chunk, 0
+        for job in rank.queue:
+            if job.stage is Stage.QUEUED and not self._admit(rank, job, now):
+                break
+            tokens = min(budget, job.context - job.done)
+            rank.chunk.append((job, tokens))
+            job.in_step = True
+            weighted += tokens * job.done
+            budget -= tokens
+            if not budget:
+                break
+        tokens = self.profile.chunk - budget
+        if tokens:
+            rank.cost = self.times.prefill(tokens, weighted / tokens)
+
+    def _chunk_done(self, rank: Rank, now: float) -> None:
+        for job, tokens in rank.chunk:
+            job.in_step = False
+            job.done += tokens
+            job.computed += tokens
+            job.work -= tokens
+            rank.work -= tokens
+            self.statistics.prefilled_tokens += tokens
+            handed = job.handover if self.role is Role.PREFILL else None
+            if handed is not None:
+                handed.offer(tokens, now)
+            if job.done == job.context:
+                self._prefilled(rank, job, now)
+        rank.chunk.clear()
+
+    def _prefilled(self, rank: Rank, job: Job, now: float) -> None:
+        rank.queue.remove(job)
+        self._queued -= 1
+        rank.serving -= 1
+        rank.join(job)
+        self.statistics.cached_tokens += job.cached
+        self.statistics.fetched_tokens += job.fetched
+        self.ledger.prompts += job.context
+        self.ledger.computed += job.computed
+        job.computed = 0
+        if not job.generated:
+            job.cached_prompt = job.cached + job.fetched
+        if self.role is Role.PREFILL:
+            job.stage = Stage.SENDING
+            assert job.handover is not None
+            job.handover.complete(now)
+            return
+        rank.held -= job.context + 1
+        self._first_token(job, now)
+        if job.stage is Stage.DECODING:
+            job.report(job, None)
+
+    # Decoding.
+
+    def _place_decodes(self, now: float) -> None:
+        """Give the requests that wait for a decode rank the room that they need, first come first served."""
+        # Retracted ones come first.
+        while self._unplaced and not self._queued:
+            job = self._unplaced[0]
+            need = job.context + 1
+            rank = min(self.ranks, key=_live)
+            if not rank.fits(need):
+                return
+            self._unplaced.popleft()
+            job.rank = rank
+            job.stage = Stage.RESERVED
+            rank.held += need
+            rank.trim()
+            assert job.handover is not None
+            job.handover.accept(self, job, now)
+
+    def _ring(self, job: Job, now: float) -> None:
+        """What the job waited for is there."""
+        if job.stage is Stage.FETCHING:
+            self._queue(job, now)
+        elif job.stage is Stage.SENDING:
+            self.ledger.handed += job.context
+            job.handover.moved = 0  # type: ignore[union-attr]
+            job.handover = None
+            self._finish(job, FinishReason.LENGTH, now)
+            self._cut(now)
+        elif job.stage is Stage.RESERVED:
+            job.stage = Stage.ARRIVED
+            job.handover = None
+            self._arrived.append(job)
+            self._cut(now)
+
+    def _join_batches(self, now: float) -> None:
+        """Arrived requests start to decode where the batch has room."""
+        waiting: deque[Job] = deque()
+        for job in self._arrived:
+            if job.rank.batch < self.profile.max_running:
+                job.rank.held -= job.context + 1
+                self._first_token(job, now)
+            else:
+                waiting.append(job)
+        self._arrived = waiting
+
+    def _first_token(self, job: Job, now: float) -> None:
+        """The prefill has made a token; the rest of them are decoded."""
+        job.generated += 1
+        self.statistics.decoded_tokens += 1
+        rank = job.rank
+        job.stage = Stage.DECODING
+        job.base = job.context - rank.step
+        job.end = rank.step + job.target - job.generated
+        rank.batch += 1
+        rank.context += job.context
+        rank.running[job] = None
+        heappush(rank.ends, (job.end, next(self._serial), job))
+        if job.end == rank.step:
+            self._finish(job, FinishReason.STOP, now)
+        else:
+            self._reports.append((now + self.stream_s, job))
+
+    def _report_due(self) -> None:
+        due, job = self._reports.popleft()
+        if job.stage is Stage.DECODING:
+            self.settle(due)
+            job.report(job, None)
+            self._reports.append((due + self.stream_s, job))
+
+    def _retract(self, rank: Rank, now: float) -> None:
+        """Take the KV cache from the youngest decodes until each of the others has room for one more token."""
+        while rank.batch and rank.held + rank.context + rank.batch > rank.capacity:
+            job = next(reversed(rank.running))
+            self._leave_batch(job)
+            self._write_through(job, job.context - 1, now)
+            if job.resident:
+                job.resident = False
+                rank.leave(job.question)
+            self.statistics.retracted += 1
+            self._join_queue(job, now, front=True)
+
+    def _leave_batch(self, job: Job) -> None:
+        rank = job.rank
+        job.generated = self.generated(job)
+        job.stage = Stage.QUEUED
+        rank.batch -= 1
+        rank.context -= job.context
+        del rank.running[job]
+
+    # The end of a request.
+
+    def _finish(self, job: Job, reason: FinishReason, now: float) -> None:
+        """Free what it holds, keep its KV cache where it can be found again, and tell its stream."""
+        rank, stage = job.rank, job.stage
+        kept = self._release(job, now)
+        if kept and self.role is not Role.DECODE:
+            rank.put(job, kept)
+            rank.trim()
+        elif job.resident:
+            job.resident = False
+            rank.leave(job.question)
+        if kept and stage is not Stage.SENDING:
+            self._write_through(job, kept, now)
+        self._close_books(job, now)
+        job.stage = Stage.ENDED
+        del self.jobs[job]
+        job.report(job, reason)
+
+    def _release(self, job: Job, now: float) -> int:
+        """Take the job out of wherever it is; returns how many tokens of its context have a KV cache."""
+        rank, need = job.rank, job.context + 1
+        match job.stage:
+            case Stage.DECODING:
+                self._leave_batch(job)
+                # The last token has not been through the model.
+                return job.context - 1
+            case Stage.FETCHING | Stage.QUEUED:
+                rank.work -= job.work
+                rank.backlog -= job.context
+                if job.stage is Stage.QUEUED:
+                    rank.queue.remove(job)
+                    self._queued -= 1
+            case Stage.PREFILLING:
+                rank.queue.remove(job)
+                self._queued -= 1
+                rank.work -= job.work
+                rank.serving -= 1
+                rank.held -= need
+                if job.done >= job.first_prompt:
+                    rank.join(job)
+                return job.done
+            case Stage.SENDING:
+                rank.held -= need
+                return job.context
+            case Stage.UNPLACED:
+                self._unplaced.remove(job)
+            case Stage.RESERVED:
+                rank.held -= need
+            case Stage.ARRIVED:
+                rank.held -= need
+                self._arrived.remove(job)
+        return 0
+
+    def _close_books(self, job: Job, now: float) -> None:
+        """Account for what the job leaves unfinished."""
+        self.ledger.cut += job.computed
+        job.computed = 0
+        if job.stage is Stage.DECODING:
+            job.generated = self.generated(job)
+        if job.handover is not None:
+            self.ledger.lost += job.handover.moved
+            job.handover.moved = 0
+            job.handover.snap(job, now)
+            job.handover = None
+
+    def _write_through(self, job: Job, tokens: int, now: float) -> None:
+        if self.store is not None:
+            self.store.write(job, tokens, self.version, self.profile.kv_bytes, now)
+
+    # Steps.
+
+    def _boundary(self, now: float) -> None:
+        """The present steps are over: book them, end what has ended, begin the next ones."""
+        if self._steps:
+            self._book(self._steps)
+            for rank in self._extending:
+                self._chunk_done(rank, now)
+            for rank in self._decoding:
+                self._end_decodes(rank, now)
+            self._extending, self._decoding = [], []
+            self._steps = 0
+        for job in self._ending:
+            if job.stage is not Stage.ENDED:
+                self._finish(job, FinishReason.ABORT, now)
+        self._ending.clear()
+        if self._unplaced:
+            self._place_decodes(now)
+        if self._arrived:
+            self._join_batches(now)
+        self._begin(now)
+
+    def _end_decodes(self, rank: Rank, now: float) -> None:
+        ends, step = rank.ends, rank.step
+        while ends and (ends[0][0] <= step or not self._is_end(rank, ends[0])):
+            entry = heappop(ends)
+            if self._is_end(rank, entry):
+                self._finish(entry[2], FinishReason.STOP, now)
+
+    @staticmethod
+    def _is_end(rank: Rank, entry: tuple[int, int, Job]) -> bool:
+        step, _, job = entry
+        return job.stage is Stage.DECODING and job.end == step and job.rank is rank
+
+    def _begin(self, now: float) -> None:
+        """Begin the next step or steps."""
+        extending = self._extending
+        blocked = self.prefill_every > self._since_prefill and any(rank.batch for rank in self.ranks)
+        if self._queued and not blocked:
+            for rank in self.ranks:
+                if rank.queue:
+                    self._form_chunk(rank, now)
+                    if rank.chunk:
+                        extending.append(rank)
+        decoding = self._decoding
+        retracted = False
+        for rank in self.ranks:
+            if rank.batch and not rank.chunk:
+                if rank.held + rank.context + rank.batch > rank.capacity:
+                    self._retract(rank, now)
+                    retracted = True
+                if rank.batch:
+                    decoding.append(rank)
+        if extending:
+            self._begin_prefill(now)
+        elif decoding:
+            self._begin_decodes(now)
+        else:
+            # Where a retraction has emptied every rank, what it has queued can start.
+            self._end = now if retracted and self._queued else NEVER
+
+    def _begin_prefill(self, now: float) -> None:
+        most = tokens = 0
+        own = slowest = 0.0
+        for rank in self._extending:
+            share = sum(tokens for _, tokens in rank.chunk)
+            tokens += share
+            most = max(most, share)
+            own += rank.cost
+            slowest = max(slowest, rank.cost)
+        for rank in self._decoding:
+            self._price(rank)
+            tokens += rank.batch
+            most = max(most, rank.batch)
+            own += rank.cost
+            slowest = max(slowest, rank.cost)
+        self._shared = self.times.shared(True, tokens / len(self.ranks), most)
+        self._set_steps(1, now, slowest, slowest, own, own)
+
+    def _begin_decodes(self, now: float) -> None:
+        steps, tokens, most = MAX_JUMP, 0, 0
+        for rank in self._decoding:
+            ends, batch = rank.ends, rank.batch
+            while not self._is_end(rank, ends[0]):
+                heappop(ends)
+            steps = min(steps, ends[0][0] - rank.step, (rank.capacity - rank.held - rank.context) // batch)
+            tokens += batch
+            most = max(most, batch)
+        if self._queued and self.prefill_every > self._since_prefill:
+            steps = min(steps, self.prefill_every - self._since_prefill)
+        own = slowest = last_own = last = 0.0
+        for rank in self._decoding:
+            cost = self._price(rank)
+            own += cost
+            slowest = max(slowest, cost)
+            cost += rank.slope * (steps - 1)
+            last_own += cost
+            last = max(last, cost)
+        self._shared = self.times.shared(False, tokens / len(self.ranks), most)
+        self._set_steps(steps, now, slowest, last, own, last_own)
+
+    def _price(self, rank: Rank) -> float:
+        """The rank's part of a decode step."""
+        mean = rank.context / rank.batch
+        above = mean - rank.floor
+        if rank.priced != rank.batch or not 0 <= above < WINDOW:
+            rank.floor = int(mean) // WINDOW * WINDOW
+            rank.priced = rank.batch
+            rank.low, rank.slope = self.times.decode(rank.batch, rank.floor)
+            above = mean - rank.floor
+        rank.cost = rank.low + rank.slope * above
+        return rank.cost
+
+    def _set_steps(self, steps: int, now: float, slowest: float, last: float, own: float, last_own: float) -> None:
+        """`slowest` and `own`: the ranks' part of the first step, the largest and the sum; `last...` of the last one."""
+        self._steps = steps
+        self._start = now
+        self._first = slowest + self._shared
+        self._own = own
+        self._growth = (last - slowest) / (steps - 1) if steps > 1 else 0.0
+        self._own_growth = (last_own - own) / (steps - 1) if steps > 1 else 0.0
+        self._end = now + self._duration(steps)
+
+    def _duration(self, steps: int) -> float:
+        """Of the first so many of the present steps."""
+        return steps * (self._first + self._growth * (steps - 1) / 2)
+
+    def _steps_until(self, now: float) -> int:
+        """How many of the present steps are over."""
+        if now >= self._end:
+            return self._steps
+        if now <= self._start:
+            return 0
+        # first * n + growth * n * (n - 1) / 2 = now - start
+        half = self._first - self._growth / 2
+        elapsed = now - self._start
+        steps = int(2 * elapsed / (half + math.sqrt(max(half * half + 2 * self._growth * elapsed, 0.0))))
+        while self._start + self._duration(steps) > now:
+            steps -= 1
+        while self._start + self._duration(steps + 1) <= now:
+            steps += 1
+        return min(steps, self._steps)
+
+    def _cut(self, now: float) -> None:
+        """Something has come: end the present steps at the next boundary, or begin when there are none."""
+        if not self._steps:
+            self._end = min(self._end, now)
+            return
+        steps = self._steps_until(now)
+        if self._start + self._duration(steps) < now or steps == 0:
+            steps += 1
+        if steps < self._steps:
+            self._steps = steps
+            self._end = self._start + self._duration(steps)
+
+    def _book(self, steps: int) -> None:
+        """The first `steps` of the present steps are made."""
+        statistics, ranks = self.statistics, len(self.ranks)
+        duration = self._duration(steps)
+        pairs = steps * (steps - 1) / 2
+        own = steps * self._own + pairs * self._own_growth
+        waited = duration - steps * self._shared - own / ranks
+        start, latency, tokens = self._start, duration / steps, 0
+        for rank in self._decoding:
+            batch = rank.batch
+            rank.step += steps
+            rank.context += batch * steps
+            tokens += batch * steps
+            if rank.paused:
+                tokens -= self._book_pause(rank, start)
+            if rank.held + rank.context + rank.cached > rank.capacity:
+                rank.trim()
+        if tokens:
+            statistics.add_latency(start, start + duration, latency, tokens)
+            statistics.decoded_tokens += tokens
+        statistics.steps += steps
+        statistics.step_s += duration
+        if self._extending:
+            slowest = self._first - self._shared
+            stalled = sum(slowest - rank.cost for rank in self._decoding) / ranks
+            statistics.interference_s += stalled
+            statistics.prefill_steps += steps
+            waited -= stalled
+            for rank in self._extending:
+                if rank.batch:
+                    rank.paused = rank.paused or rank.batch
+                    rank.pause += duration
+            self._since_prefill = 0
+        else:
+            self._since_prefill += steps
+        statistics.imbalance_s += waited
+        self._steps -= steps
+        self._start += duration
+        self._first += self._growth * steps
+        self._own += self._own_growth * steps
+
+    def _book_pause(self, rank: Rank, start: float) -> int:
+        """The first token after its rank has prefilled took each decode that long; returns how many there were."""
+        stopped, waited = min(rank.paused, rank.batch), rank.pause + self._first
+        rank.paused, rank.pause = 0, 0.0
+        self.statistics.add_latency(start, start + self._first, waited, stopped)
+        self.statistics.decoded_tokens += stopped
+        return stopped
+
+
+def _live(rank: Rank) -> int:
+    return rank.held + rank.context
