@@ -13,7 +13,9 @@ from prorsa.config import ConfigError
 from prorsa.forecast import Forecast, Measured
 from prorsa.report.volumes import Volume
 from prorsa.simulation.experiments import paper
-from prorsa.simulation.experiments.figures import FIGURES, Compared, progression
+from prorsa.simulation.experiments.figures import FIGURES
+from prorsa.simulation.experiments.figures.characterisation import progression
+from prorsa.simulation.experiments.figures.performance import Compared
 from prorsa.simulation.experiments.grid import ExperimentFailed, Grid, Job
 from prorsa.simulation.experiments.page import Section
 from prorsa.simulation.experiments.paper import Range
@@ -91,7 +93,7 @@ def made_up(job: Job) -> RunOutcome:
         dropped=0,
         lost_groups=0,
         live_max=512,
-        kv_peak=0.25,
+        kv_use=[(0.0, 0.25)],
         seconds=length * count,
         wall_s=0.0,
         instances=8,

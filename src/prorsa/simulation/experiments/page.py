@@ -27,8 +27,7 @@ class Section:
     title: str
     text: str
     findings: list[Finding]
-    tables: list[tuple[str, Table]] = field(default_factory=list)
-    """(caption, table)"""
+    tables: list[Table] = field(default_factory=list)
     charts: list[tuple[str, Chart]] = field(default_factory=list)
     """(title, chart), below one another in one picture"""
 
@@ -40,13 +39,23 @@ class Section:
         parts = [f"## {self.title}", f"`prorsa reproduce --only {self.key}`", self.text]
         if self.findings:
             parts.append(findings_table(self.findings).markdown())
-        parts += [f"- {finding.row}: {finding.reason}" for finding in self.findings if finding.reason]
+        if reasons := reasons_list(self.findings):
+            parts.append(reasons)
         if self.picture is not None:
             parts.append(f"![{self.title}]({pictures}/{self.picture})")
-        parts += [f"{caption}\n\n{table.markdown()}" for caption, table in self.tables]
+        parts += [table.markdown() for table in self.tables]
         return "\n\n".join(parts)
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
     rows = [[finding.row, finding.paper, finding.ours, str(finding.verdict)] for finding in findings]
     return Table(["", "paper", "ours", "verdict"], rows)
+
+
+def reasons_list(findings: Sequence[Finding]) -> str:
+    """One point for each reason, with all rows that it is given for."""
+    rows: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.reason:
+            rows.setdefault(finding.reason, []).append(finding.row)
+    return "\n".join(f"- {'; '.join(given)}. {reason}" for reason, given in rows.items())

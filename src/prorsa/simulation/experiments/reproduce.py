@@ -10,7 +10,8 @@ from pathlib import Path
 
 from prorsa.config import ConfigError
 from prorsa.report.svg import stack, style
-from prorsa.simulation.experiments.figures import FIGURES, Figure
+from prorsa.simulation.experiments.figures import FIGURES
+from prorsa.simulation.experiments.figures.common import Figure
 from prorsa.simulation.experiments.grid import Grid, Job, Progress
 from prorsa.simulation.experiments.page import Section, Table
 from prorsa.simulation.experiments.settings import FULL, Budget, Lab, scenario_path, shipped_scenarios
@@ -93,9 +94,9 @@ def _introduction(budget: Budget) -> str:
         "The controller, the router, the role switcher, the forecast and the allocation are the production code on a virtual "
         "clock; engines, sandboxes, tools and the trainer are simulated, the engines from measured operator times. There "
         "are no GPUs behind these numbers.\n\n"
-        f"The cost model is 20 to 40 % off in absolute terms; much of that cancels in ratios. So a ratio or a share *agrees* "
-        f"within {RATIO_TOLERANCE:.0%} of the paper's, a time within {TIME_TOLERANCE:.0%}; what *agrees in direction* means "
-        "stands with each figure. Where nothing else is said, it is being on the same side of 1.\n\n"
+        "The cost model is 20 to 40 % off in absolute terms; much of that cancels in ratios. So a ratio or a share *agrees* "
+        f"within {100 * RATIO_TOLERANCE:.0f} % of the paper's, a time within {100 * TIME_TOLERANCE:.0f} %; what *agrees in "
+        "direction* means stands with each figure. Where nothing else is said, it is being on the same side of 1.\n\n"
         f"Steps of a run: {steps}; {budget.long_steps} where steps are compared with each other. Load: {budget.load:g} of "
         "that of the scenarios."
     )

@@ -102,7 +102,13 @@ def distance(value: float, target: Range) -> float:
     return max(0.0, math.log(low / value), math.log(value / high))
 
 
-def moved(lab: Lab, model: str, metric: Callable[[Effect], float], target: Range, form: str = "{:.2f}") -> str:
+def moved(
+    lab: Lab,
+    model: str,
+    metric: Callable[[Effect], float],
+    target: Range,
+    form: Callable[[float], str] = "{:.2f}".format,
+) -> str:
     """Which open assumption moves a metric the most towards the paper's value: verified by runs, in words."""
     values = {variation.name: metric(effect(lab, model, variation)) for variation in VARIATIONS}
     base = values.pop(BASE.name)
@@ -110,13 +116,13 @@ def moved(lab: Lab, model: str, metric: Callable[[Effect], float], target: Range
     where = f"Verified by runs of {setting_of(model)}"
     if distance(base, target) - distance(values[name], target) < NOTICEABLE:
         return (
-            f"{where}: none of the assumptions under Sensitivity, varied alone, moves it from {form.format(base)} towards "
-            f"the paper's by {NOTICEABLE:.0%} or more. Conjecture: what is left lies in the operator times or in the "
+            f"{where}: none of the assumptions under Sensitivity, varied alone, moves it from {form(base)} towards "
+            f"the paper's by {100 * NOTICEABLE:.0f} % or more. Conjecture: what is left lies in the operator times or in the "
             "paper's workload, which is not public."
         )
     reached = "into" if distance(values[name], target) == 0 else "towards"
     return (
-        f"{where}: `{name}` moves it from {form.format(base)} to {form.format(values[name])}, {reached} the paper's range, "
+        f"{where}: `{name}` moves it from {form(base)} to {form(values[name])}, {reached} the paper's range, "
         "more than the other open assumptions. Conjecture: the paper's testbed lies on that side."
     )
 
@@ -156,4 +162,4 @@ def sensitivity_section(lab: Lab) -> Section:
         f"varied alone, general agent, on-policy, {STEPS} step, against colocation without cadence. The speedup ranges: "
         f"{'; '.join(ranges)}."
     )
-    return Section("sensitivity", "Sensitivity", text, [], [("", Table(header, rows))])
+    return Section("sensitivity", "Sensitivity", text, [], [Table(header, rows)])

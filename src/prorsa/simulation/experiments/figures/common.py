@@ -1,0 +1,61 @@
+"""What several figures share: names, colours, words, and the long runs of MiMo under Prorsa."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from prorsa.simulation.experiments import paper
+from prorsa.simulation.experiments.grid import Job
+from prorsa.simulation.experiments.page import Section
+from prorsa.simulation.experiments.paper import Range
+from prorsa.simulation.experiments.settings import ADAPTIVE, SETTINGS, Lab, Setting
+from prorsa.simulation.experiments.verdicts import span
+from prorsa.simulation.outcome import RunOutcome
+
+MIMO, DEEPSEEK, QWEN = "mimo-v2.5-pro", "deepseek-v3.2", "qwen3-235b"
+COLOURS = {"on-policy": "prefill", "2": "decode", "8": "mixed"}
+MODEL_COLOURS = dict(zip(paper.MODELS, ("prefill", "decode", "mixed"), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    key: str
+    jobs: Callable[[Lab], list[Job]]
+    section: Callable[[Lab], Section]
+    later: Callable[[Lab], list[Job]] = lambda lab: []
+    """Jobs that depend on the outcomes of `jobs`."""
+
+
+def percent(values: Sequence[float]) -> str:
+    return f"{span([100 * value for value in values])} %"
+
+
+def stated(values: Range, form: str = "{:.2f}", unit: str = "") -> str:
+    return span([values.low, values.high], form) + unit
+
+
+def long_steps(lab: Lab, task: str) -> int:
+    return lab.budget.steps[task] if task == "math" else lab.budget.long_steps
+
+
+def long_jobs(tasks: Sequence[str], staleness: Sequence[str]) -> Callable[[Lab], list[Job]]:
+    def jobs(lab: Lab) -> list[Job]:
+        return [
+            lab.job(Setting(MIMO, task, stale), ADAPTIVE, steps=long_steps(lab, task))
+            for task in tasks
+            for stale in staleness
+        ]
+
+    return jobs
+
+
+def long_run(lab: Lab, task: str, staleness: str) -> RunOutcome:
+    return lab.outcome(Setting(MIMO, task, staleness), ADAPTIVE, steps=long_steps(lab, task))
+
+
+def short(setting: Setting) -> str:
+    return f"{setting.task.removesuffix('-agent')}, {setting.staleness}"
+
+
+MIMO_SETTINGS = tuple(setting for setting in SETTINGS if setting.model == MIMO)
