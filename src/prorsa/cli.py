@@ -13,6 +13,7 @@ import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 from rich.console import Console
 
@@ -21,6 +22,7 @@ from prorsa.assembly import checkpoint, new_run_dir
 from prorsa.cluster.turns import TurnFailed
 from prorsa.config import Config, ConfigError, dump_config, load_config
 from prorsa.engines.protocol import EngineError
+from prorsa.engines.sglang import SGLangEngine
 from prorsa.report import charts
 from prorsa.report.analysis import analyse, write_json
 from prorsa.report.analysis import write_page as write_analysis
@@ -32,6 +34,7 @@ from prorsa.report.progress import LiveProgress
 from prorsa.report.rundir import TRACE, read_run
 from prorsa.rollout.controller import RolloutFailed
 from prorsa.rollout.sandboxes.base import SandboxError
+from prorsa.simulation.measure import Limits
 
 LOG = "prorsa.log"
 console = Console()
@@ -77,7 +80,30 @@ def build_parser() -> argparse.ArgumentParser:
     sub = subparsers.add_parser("verify", help=text, description=text)
     sub.add_argument("run", help="directory of a finished `prorsa rollout`")
     sub.set_defaults(command=verify)
+    add_profile(subparsers)
     return parser
+
+
+def add_profile(subparsers: Subparsers) -> None:
+    text = "measure running engines, or the embedded ones of a configuration, and write a profile to simulate them with"
+    sub = subparsers.add_parser("profile", help=text, description=text)
+    sub.add_argument(
+        "endpoints",
+        nargs="*",
+        metavar="URL[,PORT]",
+        help="a mixed engine, or a prefill engine with its bootstrap port (default 8998) and a decode engine, or all three",
+    )
+    sub.add_argument("--config", metavar="FILE", help="start the embedded engines of this configuration instead")
+    sub.add_argument("--out", required=True, metavar="PROFILE.yaml", help="the grid goes beside it")
+    sub.add_argument("--max-context", type=int, metavar="TOKENS", help="longest prompt and output to measure")
+    sub.add_argument("--chunk", type=int, default=4096, help="tokens that the engine prefills in a step (default 4096)")
+    sub.add_argument("--max-running", type=int, default=32, help="requests that it decodes at once (default 32)")
+    sub.add_argument("--rounds", type=int, default=5, help="each point is the median of so many (default 5)")
+    sub.add_argument("--weights", metavar="PATH", help="checkpoint whose loading is timed (default: the one served)")
+    sub.add_argument("--gpu", default="unnamed", help="what the engine runs on, for the profile's reader")
+    sub.add_argument("--gpus", type=int, default=1, help="GPUs of an engine (default 1)")
+    sub.add_argument("--kv-bytes", type=int, help="KV cache of a token (default: read off the checkpoint)")
+    sub.set_defaults(command=profile)
 
 
 def add_analyze(subparsers: Subparsers) -> None:
@@ -136,6 +162,38 @@ def analyze(parsed: argparse.Namespace) -> int:
 
 def verify(parsed: argparse.Namespace) -> int:
     return asyncio.run(commands.verify(Path(parsed.run), console))
+
+
+def profile(parsed: argparse.Namespace) -> int:
+    if bool(parsed.endpoints) == bool(parsed.config):
+        raise ConfigError("profile: give the addresses of running engines, or --config FILE; one of the two")
+    out = Path(parsed.out)
+    if out.suffix != ".yaml" or not out.parent.is_dir():
+        raise ConfigError(f"--out={out}: give a path that ends in .yaml, in a directory that exists")
+    for name in ("max_context", "chunk", "max_running", "rounds", "gpus", "kv_bytes"):
+        if getattr(parsed, name) is not None and getattr(parsed, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}={getattr(parsed, name)}: write a number of 1 or more")
+    told = commands.Description(parsed.gpu, parsed.gpus, parsed.kv_bytes, parsed.weights)
+    if parsed.config:
+        config = load_config(parsed.config)
+        work = commands.profile_embedded(config, parsed.rounds, told, out, console)
+    else:
+        if parsed.max_context is None:
+            raise ConfigError("--max-context: missing; say how long a prompt and its output may become, in tokens")
+        limits = Limits(parsed.max_context, parsed.chunk, parsed.max_running, parsed.rounds)
+        engines = [endpoint(text) for text in parsed.endpoints]
+        work = commands.profile(engines, limits, told, out, console)
+    asyncio.run(interruptible(work))
+    return 0
+
+
+def endpoint(text: str) -> SGLangEngine:
+    """An engine by `URL` or `URL,BOOTSTRAP_PORT`. Raises `ConfigError`."""
+    url, _, port = text.partition(",")
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or parts.hostname is None or not (port or "8998").isdigit():
+        raise ConfigError(f"endpoint {text!r}: write it as http://HOST:PORT, with ,BOOTSTRAP_PORT behind for prefill")
+    return SGLangEngine(url, url, parts.hostname, int(port or "8998"))
 
 
 def begin(config: Config) -> Path:

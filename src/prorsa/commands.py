@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -21,11 +23,14 @@ from prorsa.assembly import (
 )
 from prorsa.config import Config, dump_config, load_config
 from prorsa.engines.protocol import Role
+from prorsa.engines.sglang import SGLangEngine
 from prorsa.report.recorder import RunRecorder
 from prorsa.report.rundir import CONFIG, LOGS, StepRecord, read_trajectories
 from prorsa.rollout.controller import Controller, Plan
 from prorsa.rollout.sampler import Group, Sampler
 from prorsa.rollout.verify import differences, recorded_turns
+from prorsa.simulation.measure import Facts, Limits, Measured, kv_bytes_of, measure, write_profile
+from prorsa.simulation.profile import RESTART_S
 
 SHOWN = 10
 """Differences that `verify` prints."""
@@ -116,3 +121,75 @@ async def verify(run_dir: Path, console: Console) -> int:
         + (f"; {skipped} turns of other weights than {config.model.path} were not checked" if skipped else "")
     )
     return 0
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the user says of the engines that `profile` measures; None is read off their checkpoint."""
+
+    gpu: str
+    gpus: int
+    kv_bytes: int | None
+    weights: str | None
+
+
+async def profile(
+    engines: Sequence[SGLangEngine], limits: Limits, told: Description, out: Path, console: Console
+) -> None:
+    """Measure running engines and write their profile."""
+    try:
+        await _profile(engines, limits, told, RESTART_S, out, console)
+    finally:
+        await asyncio.gather(*(engine.close() for engine in engines))
+
+
+async def profile_embedded(config: Config, rounds: int, told: Description, out: Path, console: Console) -> None:
+    """Start the embedded engines of a configuration, one of each role, and write their profile."""
+    now = asyncio.get_running_loop().time
+    limits = Limits(config.model.max_context, config.cluster.prefill_chunk, config.cluster.max_running, rounds)
+    with tempfile.TemporaryDirectory() as log_dir:
+        launcher = build_launcher(config, Path(log_dir))
+        try:
+            start = now()
+            engines = [await launcher.start(role.value, role) for role in Role]
+            await _profile(engines, limits, told, (now() - start) / len(engines), out, console)
+        finally:
+            await launcher.close()
+
+
+async def _profile(
+    engines: Sequence[SGLangEngine], limits: Limits, told: Description, restart_s: float, out: Path, console: Console
+) -> None:
+    model_path = (await engines[0].info()).model_path
+    facts = Facts(
+        model=Path(model_path).name,
+        gpu=told.gpu,
+        gpus=told.gpus,
+        kv_bytes=kv_bytes_of(model_path) if told.kv_bytes is None else told.kv_bytes,
+        source="measured by prorsa profile",
+        restart_s=restart_s,
+    )
+    with console.status("measuring") as status:
+        measured = await measure(engines, limits, status.update, told.weights)
+    write_profile(out, measured, limits, facts)
+    for line in _summary(measured):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"profile {out}", highlight=False, soft_wrap=True)
+
+
+def _summary(measured: Measured) -> list[str]:
+    new = max(tokens for tokens, _ in measured.prefill)
+    batch, context = max(measured.decode)
+    lines = [
+        f"{new / measured.prefill[new, 0]:>13,.0f}  tokens/s prefill, {new} tokens at once",
+        f"{1000 * measured.decode[1, min(c for _, c in measured.decode)]:>13.2f}  ms a token, one request",
+        f"{1000 * measured.decode[batch, context]:>13.2f}  ms a token, {batch} requests of {context} tokens",
+        f"{1000 * measured.request_s:>13.2f}  ms on the way, a request",
+    ]
+    if measured.link is not None:
+        lines.append(
+            f"{measured.link.tokens_per_s:>13,.0f}  tokens/s KV transfer, after {1000 * measured.link.latency_s:.2f} ms"
+        )
+    if measured.flip_s is not None:
+        lines.append(f"{1000 * measured.flip_s:>13.2f}  ms a role switch")
+    return lines

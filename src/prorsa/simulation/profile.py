@@ -20,6 +20,7 @@ from pydantic import Field
 
 from prorsa.config import ConfigError, Positive, Section, read_yaml, validated
 
+RESTART_S = 120.0
 NonNegative = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0)]
 
@@ -51,6 +52,8 @@ class Profile(Section):
     """0: every expert gets the same load; 1: the power-law load of the grid; between and beyond is interpolated."""
     step_overhead_s: NonNegative = 0.0
     """Host time that a step adds to the operators' time, seconds."""
+    request_s: NonNegative = 0.0
+    """What a request takes beside the steps that it waits for and runs in: its way to the engine and back, seconds."""
     network_bytes_per_s: Rate
     """What a rank's network interfaces carry."""
     network_latency_s: NonNegative = 0.0
@@ -60,7 +63,7 @@ class Profile(Section):
     """Dead time of a role switch after the drain, seconds."""
     update_s: NonNegative
     """A weight update, seconds."""
-    restart_s: NonNegative = 120.0
+    restart_s: NonNegative = RESTART_S
     """Starting an instance anew, weights included, seconds; it is also what regrouping ranks costs."""
     directory: str = ""
     """Where the file was read from; set by `load_profile`."""
