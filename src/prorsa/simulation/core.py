@@ -1024,7 +1024,7 @@ class Core:
         """How many of the present steps are over."""
         if now >= self._end:
             return self._steps
-        if now <= self._start:
+        if now <= self._start or not self._steps:
             return 0
         # first * n + growth * n * (n - 1) / 2 = now - start
         half = self._first - self._growth / 2
