@@ -34,6 +34,10 @@ from prorsa.report.progress import LiveProgress
 from prorsa.report.rundir import TRACE, read_run
 from prorsa.rollout.controller import RolloutFailed
 from prorsa.rollout.sandboxes.base import SandboxError
+from prorsa.simulation.experiments import reproduce as reproduction
+from prorsa.simulation.experiments.grid import ExperimentFailed
+from prorsa.simulation.experiments.settings import FULL, QUICK
+from prorsa.simulation.experiments.terminal import GridProgress, findings_tables
 from prorsa.simulation.measure import Limits
 
 LOG = "prorsa.log"
@@ -47,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = parsed.command(parsed)
     except (ConfigError, FileNotFoundError) as error:
         return fail(error, 2)
-    except (EngineError, RolloutFailed, SandboxError, TurnFailed, commands.CommandFailed) as error:
+    except (EngineError, RolloutFailed, SandboxError, TurnFailed, commands.CommandFailed, ExperimentFailed) as error:
         return fail(error, 1)
     except KeyboardInterrupt:
         return 130
@@ -81,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("run", help="directory of a finished `prorsa rollout`")
     sub.set_defaults(command=verify)
     add_profile(subparsers)
+    add_reproduce(subparsers)
     return parser
 
 
@@ -104,6 +109,17 @@ def add_profile(subparsers: Subparsers) -> None:
     sub.add_argument("--gpus", type=int, default=1, help="GPUs of an engine (default 1)")
     sub.add_argument("--kv-bytes", type=int, help="KV cache of a token (default: read off the checkpoint)")
     sub.set_defaults(command=profile)
+
+
+def add_reproduce(subparsers: Subparsers) -> None:
+    text = "run the paper's evaluation in simulation and write a page with its values beside ours"
+    sub = subparsers.add_parser("reproduce", help=text, description=text)
+    sub.add_argument("--quick", action="store_true", help="smaller and fewer runs, the same figures; minutes")
+    sub.add_argument("--only", nargs="+", default=[], metavar="FIGURE", help="print these figures and write no page")
+    sub.add_argument("--out", metavar="DIR", help="where the page goes (default docs; runs/reproduction with --quick)")
+    sub.add_argument("--keep", default="runs/reproduction", metavar="DIR", help="finished runs; it goes on from them")
+    sub.add_argument("--workers", type=int, default=2, help="processes (default 2)")
+    sub.set_defaults(command=reproduce)
 
 
 def add_analyze(subparsers: Subparsers) -> None:
@@ -184,6 +200,20 @@ def profile(parsed: argparse.Namespace) -> int:
         engines = [endpoint(text) for text in parsed.endpoints]
         work = commands.profile(engines, limits, told, out, console)
     asyncio.run(interruptible(work))
+    return 0
+
+
+def reproduce(parsed: argparse.Namespace) -> int:
+    if parsed.workers < 1:
+        raise ConfigError(f"--workers={parsed.workers}: write a number of 1 or more")
+    figures, budget = reproduction.figures_named(parsed.only), QUICK if parsed.quick else FULL
+    with GridProgress(console) as progress:
+        found = reproduction.reproduce(figures, budget, Path(parsed.keep), progress, parsed.workers)
+    for table in findings_tables(found):
+        console.print(table)
+    if not parsed.only:
+        directory = Path(parsed.out or ("runs/reproduction" if parsed.quick else "docs"))
+        console.print(f"page {reproduction.write_page(found, budget, directory)}", soft_wrap=True)
     return 0
 
 

@@ -18,7 +18,6 @@ from prorsa.simulation.experiments.settings import FULL, Budget, Lab, scenario_p
 from prorsa.simulation.experiments.verdicts import RATIO_TOLERANCE, TIME_TOLERANCE, Verdict
 from prorsa.simulation.scenario import load_scenario
 
-WORKERS = 2
 PAGE = "reproduction.md"
 PICTURES = "reproduction"
 TURNS = {"math": 1, "coding-agent": 50, "general-agent": 20}
@@ -34,13 +33,13 @@ def figures_named(names: Sequence[str]) -> list[Figure]:
     return [figure for figure in FIGURES if not names or figure.key in names]
 
 
-def pool(workers: int = WORKERS) -> ProcessPoolExecutor:
+def pool(workers: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
 
 
-def reproduce(figures: Sequence[Figure], budget: Budget, kept: Path, progress: Progress) -> list[Section]:
+def reproduce(figures: Sequence[Figure], budget: Budget, kept: Path, progress: Progress, workers: int) -> list[Section]:
     """Run what the figures need and `kept` has not. Raises `ConfigError` and `ExperimentFailed`."""
-    with pool() as executor:
+    with pool(workers) as executor:
         return sections(figures, Lab(budget, Grid(executor, kept, progress)))
 
 
