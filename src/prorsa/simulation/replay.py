@@ -46,7 +46,7 @@ REWARD_S = 4.4
 HUMAN = ("user", "tool_or_approval")
 """Tools whose durations are a human's, who reads, thinks or approves: they count as unknown."""
 COMPACTED = 0.9
-"""A prompt shorter than this part of the previous one is a compaction, whether it says so or not."""
+"""A prompt that begins with less than this part of the previous one has been compacted, whether it says so or not."""
 TASKS = {"coding": "coding-agent", "general": "general-agent"}
 INSTANCE = "recorded"
 
@@ -256,10 +256,9 @@ def convert(path: str | Path) -> Iterator[e.Event]:
     """The events of a foreign recording, in the order of their times.
 
     All trajectories start at time 0, as those of a batch do, and requests when they came. An output counts as part of the
-    next prompt. A context cannot shrink: after a compaction (`reset`, or a prompt that lost a tenth or more) a new
-    trajectory in a group of its own goes on, called `ID/2`; what an agent dropped of a single output stays. What a server
-    computed again although it was in the context before does not count as new. Durations that are not known are as the
-    constants of this module say. Raises `ConfigError` with the line.
+    next prompt. A context cannot shrink: after a compaction (`reset`, or a prompt that does not begin with nine tenths of the
+    one before) a new trajectory in a group of its own goes on, called `ID/2`; what an agent dropped of a single output
+    stays. Durations that are not known are as the constants of this module say. Raises `ConfigError` with the line.
     """
     path = Path(path)
     events: list[e.Event] = []
@@ -375,13 +374,14 @@ def _check_turn(turn: Json) -> None:
         raise ValueError(f"prompt_tokens={prompt} must be prompt_tokens_new + cached_prefix_tokens = {new} + {cached}")
     if prompt < 1 or turn["output_tokens"] < 0:
         raise ValueError(f"a turn of prompt_tokens={prompt} and output_tokens={turn['output_tokens']} cannot be")
-    for key in ("llm_time_s", "ttft_s", "step_interval_s"):
-        if turn.get(key) is not None:
-            _seconds(key, turn[key])
+    times = {key: turn.get(key) for key in ("llm_time_s", "ttft_s", "step_interval_s")}
+    for key, value in (times | {"tool.duration_s": (turn.get("tool") or {}).get("duration_s")}).items():
+        if value is not None:
+            _seconds(key, value)
 
 
 def _compacted(turn: Json, before: Json) -> bool:
-    return bool(turn.get("reset")) or turn["prompt_tokens"] < COMPACTED * before["prompt_tokens"]
+    return bool(turn.get("reset")) or turn["cached_prefix_tokens"] < COMPACTED * before["prompt_tokens"]
 
 
 def _llm_s(turn: Json) -> float:
@@ -399,7 +399,7 @@ def _tool_s(turn: Json) -> float:
     tool = turn.get("tool") or {}
     duration = None if tool.get("name") in HUMAN else tool.get("duration_s")
     if duration is not None:
-        return _seconds("tool.duration_s", duration)
+        return float(duration)
     interval = turn.get("step_interval_s")
     return TOOL_S if interval is None else float(interval) - min(_llm_s(turn), float(interval))
 
