@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,9 +68,9 @@ class TurnRecord:
     """(prefill, decode) instance of each attempt, in order; twice the same where it is mixed."""
     ready: float
     """When the turn joined the ready queue."""
-    arrivals: tuple[float, ...]
+    arrivals: Sequence[float]
     """When each output token arrived."""
-    versions: tuple[int, ...]
+    versions: Sequence[int]
     """The weights version of each output token."""
     finish: FinishReason
 

@@ -9,8 +9,6 @@ import numpy as np
 
 from prorsa.lifecycle import Dropped, State
 from prorsa.report.measures import (
-    Cumulative,
-    Floats,
     Latencies,
     Replay,
     RoleSpan,
@@ -24,6 +22,7 @@ from prorsa.report.measures import (
 )
 from prorsa.report.rundir import Run, StepRecord
 from prorsa.report.svg import Chart, Lane, Series, Span, lane_chart, line_chart, number
+from prorsa.report.volumes import Floats
 
 MOST_LANES = 150
 """Trajectories in the timeline; of more, evenly spaced ones are shown."""
@@ -50,7 +49,6 @@ class Drawn:
     run: Run
     replayed: Replay
     spans: list[RoleSpan]
-    cumulative: Cumulative
     latencies: Latencies
     start: float
     end: float
@@ -74,7 +72,6 @@ def prepare(run: Run) -> Drawn:
         run=run,
         replayed=replayed,
         spans=role_spans(run, end),
-        cumulative=cumulative_tokens(run.turns),
         latencies=inter_token_latencies(run.turns),
         start=start,
         end=end,
@@ -200,12 +197,13 @@ def _horizon(windows: Sequence[Window]) -> str:
 def tokens_chart(drawn: Drawn) -> Chart | None:
     if not drawn.run.turns:
         return None
+    cumulative = cumulative_tokens(drawn.run.turns)
     series = [
         _thinned(Series(name, colour, points[0] - drawn.start, points[1], dashed=dashed))
         for name, colour, points, dashed in (
-            ("prefill, full prompts", "prefill", drawn.cumulative.prompt, False),
-            ("prefill, computed (not cached)", "prefill", drawn.cumulative.computed, True),
-            ("decode", "decode", drawn.cumulative.decoded, False),
+            ("prefill, full prompts", "prefill", cumulative.prompt, False),
+            ("prefill, computed (not cached)", "prefill", cumulative.computed, True),
+            ("decode", "decode", cumulative.decoded, False),
         )
     ]
     return line_chart(series, TIME, "tokens so far", x_range=drawn.x_range, marks=drawn.marks)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +26,10 @@ from prorsa.lifecycle import (
     Transition,
 )
 from prorsa.report.rundir import Run
+from prorsa.report.runs import compact
+from prorsa.report.volumes import Floats
 
-Floats = NDArray[np.float64]
+Counts = NDArray[np.int32]
 
 TOGETHER = 0.001
 """Tokens of a turn that arrive less than this many seconds apart came in one piece."""
@@ -201,18 +205,19 @@ class Cumulative:
 
 
 def cumulative_tokens(turns: Sequence[TurnRecord]) -> Cumulative:
-    first = [(turn.first_token, turn) for turn in turns if turn.first_token is not None]
-    prompts = [(time, turn.prompt_tokens) for time, turn in first]
-    computed = [(time, turn.prompt_tokens - turn.cached_tokens) for time, turn in first]
-    decoded = [(time, 1) for turn in turns for time in turn.arrivals]
-    return Cumulative(_running(prompts), _running(computed), _running(decoded))
+    begun = [turn for turn in turns if turn.arrivals]
+    first = np.array([turn.arrivals[0] for turn in begun])
+    prompts = np.array([turn.prompt_tokens for turn in begun])
+    cached = np.array([turn.cached_tokens for turn in begun])
+    pieces = _pieces(begun)
+    return Cumulative(
+        _running(first, prompts), _running(first, prompts - cached), _running(pieces.times, pieces.tokens)
+    )
 
 
-def _running(points: Sequence[tuple[float, int]]) -> tuple[Floats, Floats]:
-    times = np.array([time for time, _ in points], dtype=np.float64)
-    amounts = np.array([amount for _, amount in points], dtype=np.float64)
+def _running(times: Floats, amounts: NDArray[Any]) -> tuple[Floats, Floats]:
     order = np.argsort(times, kind="stable")
-    return times[order], np.cumsum(amounts[order])
+    return times[order], np.cumsum(amounts[order], dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,29 +237,63 @@ class Latencies:
 
 def inter_token_latencies(turns: Sequence[TurnRecord], bins: int = 60) -> Latencies:
     """In `bins` equal bins of time; a gap belongs to the bin in which its later token arrived. NaN overall without gaps."""
-    parts = [_gaps(turn.arrivals) for turn in turns]
-    later = np.concatenate([_NONE, *(times for times, _ in parts)])
-    gaps = np.concatenate([_NONE, *(seconds for _, seconds in parts)])
+    later, gaps, tokens = _gaps(_pieces(turns))
     if not len(gaps):
         return Latencies(_NONE, _NONE, _NONE, np.nan, np.nan)
     start = later.min()
     width = (later.max() - start) / bins or 1.0
-    which = np.minimum(((later - start) / width).astype(int), bins - 1)
-    filled = np.unique(which)
-    split = [np.percentile(gaps[which == one], [50, 99]) for one in filled]
-    p50, p99 = np.array(split).T
-    overall = np.percentile(gaps, [50, 99])
+    which = np.minimum((later - start) / width, bins - 1).astype(np.int16)
+    filled, sizes = np.unique(which, return_counts=True)
+    parts = np.split(np.argsort(which, kind="stable"), np.cumsum(sizes)[:-1])
+    p50, p99 = np.array([percentiles(gaps[part], tokens[part], (50, 99)) for part in parts]).T
+    overall = percentiles(gaps, tokens, (50, 99))
     return Latencies(start + (filled + 0.5) * width, p50, p99, float(overall[0]), float(overall[1]))
 
 
-def _gaps(arrivals: Sequence[float]) -> tuple[Floats, Floats]:
-    """(arrival, seconds since the token before) of every token but those that came together with the first."""
-    times = np.array(arrivals, dtype=np.float64)
-    if len(times) < 2:
-        return _NONE, _NONE
-    first = np.flatnonzero(np.diff(times, prepend=-np.inf) >= TOGETHER)
-    sizes = np.diff(first, append=len(times))[1:]
-    return np.repeat(times[first[1:]], sizes), np.repeat(np.diff(times[first]) / sizes, sizes)
+def percentiles(values: Floats, counts: Counts, percents: Sequence[float]) -> Floats:
+    """Of values of which there are `counts` each, interpolated as `numpy.percentile` does."""
+    order = np.argsort(values)
+    ends = np.cumsum(counts[order])
+    places = np.asarray(percents) / 100 * (ends[-1] - 1)
+    below = np.floor(places)
+    above = np.minimum(below + 1, ends[-1] - 1)
+    low, high = (values[order[np.searchsorted(ends, place, side="right")]] for place in (below, above))
+    found: Floats = low + (places - below) * (high - low)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Tokens that arrived at the same time, of all turns one after another."""
+
+    times: Floats
+    tokens: Counts
+    first: NDArray[np.bool_]
+    """Whether it is the first one of its turn."""
+
+
+def _pieces(turns: Sequence[TurnRecord]) -> _Pieces:
+    times, tokens, begins = array("d"), array("i"), array("q")
+    for turn in turns:
+        if turn.arrivals:
+            begins.append(len(times))
+        pieces = compact(turn.arrivals)
+        times.extend(pieces.values)
+        tokens.extend(pieces.counts)
+    first = np.zeros(len(times), dtype=np.bool_)
+    first[np.array(begins, dtype=np.int64)] = True
+    return _Pieces(np.asarray(times), np.asarray(tokens), first)
+
+
+def _gaps(pieces: _Pieces) -> tuple[Floats, Floats, Counts]:
+    """(arrival, seconds since the token before, tokens) of all but what came together with the first of its turn."""
+    apart = pieces.first | (np.diff(pieces.times, prepend=-np.inf) >= TOGETHER)
+    start = np.flatnonzero(apart)
+    if not len(start):
+        return _NONE, _NONE, np.empty(0, dtype=np.int32)
+    times, tokens = pieces.times[start], np.add.reduceat(pieces.tokens, start)
+    after = ~pieces.first[start]
+    return times[after], (np.diff(times, prepend=0.0) / tokens)[after], tokens[after]
 
 
 @dataclass(frozen=True, slots=True)

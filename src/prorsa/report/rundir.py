@@ -3,7 +3,8 @@
     config.yaml          the resolved configuration
     trace                every lifecycle event (see `prorsa.lifecycle.trace`)
     decisions.jsonl      every decision with its inputs; `after_events` says how many events of the trace came before it
-    turns.jsonl          every finished model turn: `arrivals` in seconds after `ready`, `versions` as [version, how many]
+    turns.jsonl          every finished model turn: `arrivals` in seconds after `ready`, a number for each token or, of tokens
+                         that came together, [seconds, how many]; `versions` as [version, how many]
     flips.jsonl          every role switch
     instances.jsonl      every change of an instance's role or state
     steps.jsonl          every training or rollout step
@@ -18,12 +19,13 @@ All times are seconds on the clock of the event loop that ran the rollout.
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from itertools import groupby
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import yaml
 
 from prorsa.allocation import Allocation, Demand
@@ -32,6 +34,7 @@ from prorsa.cluster.observers import Decision, Flip, TurnRecord
 from prorsa.engines.protocol import FinishReason, Role
 from prorsa.forecast import Forecast
 from prorsa.lifecycle import Event, State, TraceError, read_trace
+from prorsa.report.runs import Runs, runs
 from prorsa.rollout.records import TrajectoryRecord
 
 CONFIG = "config.yaml"
@@ -148,9 +151,10 @@ def load_decision(line: Json) -> Decided:
 
 
 def dump_turn(turn: TurnRecord) -> Json:
-    return asdict(turn) | {
-        "arrivals": [round(arrival - turn.ready, 6) for arrival in turn.arrivals],
-        "versions": [[version, len(list(run))] for version, run in groupby(turn.versions)],
+    pieces = ((round(arrival - turn.ready, 6), count) for arrival, count in runs(turn.arrivals))
+    return {one.name: getattr(turn, one.name) for one in fields(TurnRecord)} | {
+        "arrivals": [seconds if count == 1 else [seconds, count] for seconds, count in pieces],
+        "versions": list(runs(turn.versions)),
     }
 
 
@@ -159,11 +163,23 @@ def load_turn(line: Json) -> TurnRecord:
         **line
         | {
             "instances": tuple((prefill, decode) for prefill, decode in line["instances"]),
-            "arrivals": tuple(line["ready"] + arrival for arrival in line["arrivals"]),
-            "versions": tuple(version for version, count in line["versions"] for _ in range(count)),
+            "arrivals": _load_arrivals(line["ready"], line["arrivals"]),
+            "versions": Runs(
+                array("q", (version for version, _ in line["versions"])), (count for _, count in line["versions"])
+            ),
             "finish": FinishReason(line["finish"]),
         }
     )
+
+
+def _load_arrivals(ready: float, pieces: list[Any]) -> Runs[float]:
+    try:
+        seconds, counts = array("d", pieces), array("i", [1]) * len(pieces)
+    except TypeError:
+        whole = [piece if isinstance(piece, list) else (piece, 1) for piece in pieces]
+        seconds, counts = array("d", [piece[0] for piece in whole]), array("i", [piece[1] for piece in whole])
+    np.frombuffer(seconds)[:] += ready
+    return Runs(seconds, counts)
 
 
 def load_flip(line: Json) -> Flip:
