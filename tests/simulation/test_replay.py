@@ -195,9 +195,10 @@ def test_a_trace_that_contradicts_itself_is_refused(tmp_path: Path, changes: dic
         ([], "none of its 0 trajectories ended"),
         (episode("t", done=None), "none of its 1 trajectories ended"),
         (episode("t", sampled=None), "trajectory t was never sampled"),
+        ([*episode("t"), *episode("t")], "trajectory t was sampled twice"),
     ],
 )
-def test_a_trace_without_trajectories_is_refused(tmp_path: Path, events: list[e.Event], message: str) -> None:
+def test_a_trace_without_whole_trajectories_is_refused(tmp_path: Path, events: list[e.Event], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_workload(write(tmp_path / "trace", events), SEED, MAX_CONTEXT)
 

@@ -123,6 +123,10 @@ def _read_courses(path: Path) -> list[_Course]:
     try:
         for event in read_trace(file):
             if isinstance(event, e.Sampled):
+                if event.trajectory in courses:
+                    raise ConfigError(
+                        f"{file}: trajectory {event.trajectory} was sampled twice; give each its own name"
+                    )
                 courses[event.trajectory] = _Course(file, event)
             elif event.trajectory in courses:
                 courses[event.trajectory].take(event)
