@@ -49,6 +49,13 @@ class Plan:
     """The rule that launches trajectories (`ReplaceOnReward`, `FixedRate`, `GroupReplenishment`); None: synchronous."""
     max_staleness: int = 0
     """How many weights versions a trajectory may fall behind before it is dropped."""
+    in_flight: int | None = None
+    """Groups that are launched at first under an injection rule; None: as many as a batch has."""
+
+    @property
+    def first_launch(self) -> int:
+        """Groups that the first batch launches."""
+        return self.groups if self.injection is None else (self.in_flight or self.groups)
 
     @property
     def capacity(self) -> int:
@@ -137,7 +144,7 @@ class Controller:
 
     def _begin_batch(self) -> None:
         if not self._begun or (self.plan.injection is None and not self._groups):
-            self._owed += self.plan.groups * self._sampler.group_size
+            self._owed += self.plan.first_launch * self._sampler.group_size
             self._launch_owed()
         if not self._begun and isinstance(self.plan.injection, FixedRate):
             self._ticker = self._spawn(self._tick(self.plan.injection.rate), "injection")
