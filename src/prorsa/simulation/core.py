@@ -331,9 +331,10 @@ class Handover:
         self.broken = False
 
     def meet(self, core: Core, job: Job, now: float) -> None:
-        """A leg has come; it can only go where the other side is already gone."""
+        """A leg has come. It has to end where the other one is gone already, or has other weights."""
         self.taken.append((core, job))
-        if self.broken:
+        if self.broken or self.taken[0][0].version != core.version:
+            self.snap(job, now)
             core.abort(job, now)
 
     def offer(self, tokens: int, now: float) -> None:
@@ -363,10 +364,6 @@ class Handover:
         if self.sender is None or self.receiver is None or self.broken:
             return
         (source, sent), (target, received) = self.sender, self.receiver
-        if source.version != target.version:
-            source.abort(sent, now)
-            target.abort(received, now)
-            return
         if self.unsent:
             rate = min(source.profile.network_bytes_per_s, target.profile.network_bytes_per_s)
             start = max(now, sent.rank.link_busy, received.rank.link_busy)
@@ -555,8 +552,8 @@ class Core:
 
     def settle(self, now: float) -> None:
         """Book the steps that are over; those of them that end a request stay."""
-        done = min(self._steps_until(now), self._steps - 1)
-        if done > 0 and not self._extending:
+        done = self._unbooked(now)
+        if done > 0:
             self._book(done)
 
     @property
@@ -590,7 +587,7 @@ class Core:
 
     def _join_queue(self, job: Job, now: float, front: bool = False) -> None:
         """Choose a rank, and fetch what the KV store has and the rank lacks where that is faster than computing it."""
-        rank, local = self._choose(job)
+        rank, local = self._choose(job, now)
         job.rank = rank
         self._homes[job.trajectory] = rank
         if job.trajectory in rank.cache:
@@ -625,7 +622,7 @@ class Core:
         self._queued += 1
         self._cut(now)
 
-    def _choose(self, job: Job) -> tuple[Rank, int]:
+    def _choose(self, job: Job, now: float) -> tuple[Rank, int]:
         """The rank that has its prefix unless that is clearly more loaded, else the least loaded one; and how much of the
         context it has. A prefill rank's load is its work: the prefix is worth waiting for as long as computing it would
         take. Any other's is its KV cache, which slows its decodes: there it may be `UNBALANCED`."""
@@ -633,7 +630,8 @@ class Core:
             loads = [rank.work for rank in self.ranks]
             least = bound = min(loads)
         else:
-            loads = [rank.held + rank.context + rank.backlog for rank in self.ranks]
+            steps = self._unbooked(now)
+            loads = [rank.held + rank.context + rank.backlog + rank.batch * steps for rank in self.ranks]
             least = min(loads)
             bound = int(least * UNBALANCED)
         home = self._homes.get(job.trajectory)
@@ -1035,6 +1033,10 @@ class Core:
         while self._start + self._duration(steps + 1) <= now:
             steps += 1
         return min(steps, self._steps)
+
+    def _unbooked(self, now: float) -> int:
+        """How many of the present steps are over and end no request."""
+        return min(self._steps_until(now), self._steps - 1) if self._steps > 1 else 0
 
     def _cut(self, now: float) -> None:
         """Something has come: end the present steps at the next boundary, or begin when there are none."""
