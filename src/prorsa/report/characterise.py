@@ -32,7 +32,7 @@ from prorsa.lifecycle import (
     ToolStarted,
 )
 from prorsa.lifecycle.states import TRANSITIONS
-from prorsa.report.volumes import Distribution, Floats, Volume, distribution
+from prorsa.report.volumes import Distribution, Floats, Volume, distribution, ratio_spread
 
 MEASURED, IDEAL = "measured", "ideal"
 CURVE_POINTS = 101
@@ -575,9 +575,3 @@ def intra_class_correlation(values: Floats, groups: Sequence[str]) -> float | No
     within_ms = float(((values - means[which]) ** 2).sum()) / within
     size = (count - float((sizes**2).sum()) / count) / (len(names) - 1)
     return (between_ms - within_ms) / (between_ms + (size - 1) * within_ms)
-
-
-def ratio_spread(ratios: Iterable[float | None]) -> float | None:
-    """The largest over the smallest (paper, section 3.3); None with fewer than two, or where one is 0."""
-    known = [ratio for ratio in ratios if ratio is not None]
-    return max(known) / min(known) if len(known) > 1 and min(known) > 0 else None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
+from prorsa.forecast import Forecast, Measured
 from prorsa.lifecycle import Dropped, State
 from prorsa.report.measures import (
     Latencies,
@@ -154,44 +156,47 @@ def share_chart(drawn: Drawn) -> Chart | None:
 
 
 def prefill_forecast_chart(drawn: Drawn) -> Chart | None:
-    return _forecast_chart(
-        drawn,
-        "prefill",
-        [window.forecast.prefill_tokens for window in drawn.replayed.windows],
-        [window.persistence.prefill_tokens for window in drawn.replayed.windows],
-        [window.measured.prefill_tokens for window in drawn.replayed.windows],
-    )
+    return forecast_chart(drawn.replayed.windows, PREFILL, drawn.start, drawn.x_range, drawn.marks)
 
 
 def admissions_forecast_chart(drawn: Drawn) -> Chart | None:
-    return _forecast_chart(
-        drawn,
-        "decode",
-        [window.forecast.admitted_tokens for window in drawn.replayed.windows],
-        [window.persistence.admitted_tokens for window in drawn.replayed.windows],
-        [window.measured.admitted_tokens for window in drawn.replayed.windows],
-    )
+    return forecast_chart(drawn.replayed.windows, ADMITTED, drawn.start, drawn.x_range, drawn.marks)
 
 
-def _forecast_chart(
-    drawn: Drawn, colour: str, forecast: Sequence[float], persistence: Sequence[float], measured: Sequence[float]
+@dataclass(frozen=True, slots=True)
+class Volumes:
+    """One of the two volumes that are forecast."""
+
+    colour: str
+    of: Callable[[Forecast | Measured], float]
+
+
+PREFILL = Volumes("prefill", attrgetter("prefill_tokens"))
+ADMITTED = Volumes("decode", attrgetter("admitted_tokens"))
+
+
+def forecast_chart(
+    windows: Sequence[Window],
+    volumes: Volumes,
+    start: float,
+    x_range: tuple[float, float] | None = None,
+    marks: Sequence[float] = (),
 ) -> Chart | None:
-    windows = drawn.replayed.windows
+    """Forecast, persistence and what happened. `start` is where the x axis has its 0."""
     if not windows:
         return None
-    x = [window.forecast.time - drawn.start for window in windows]
+    x = [window.forecast.time - start for window in windows]
     few = len(windows) <= 60
+    forecast = [volumes.of(window.forecast) for window in windows]
+    persistence = [volumes.of(window.persistence) for window in windows]
+    measured = [volumes.of(window.measured) for window in windows]
     series = [
         Series("persistence", "persistence", x, persistence, dashed=True),
         Series("measured", "measured", x, measured, dots=few),
-        Series("forecast", colour, x, forecast, dots=few),
+        Series("forecast", volumes.colour, x, forecast, dots=few),
     ]
-    label = f"tokens in the next {_horizon(windows)} s"
-    return line_chart(series, TIME, label, x_range=drawn.x_range, marks=drawn.marks)
-
-
-def _horizon(windows: Sequence[Window]) -> str:
-    return number(windows[-1].forecast.horizon)
+    label = f"tokens in the next {number(windows[-1].forecast.horizon)} s"
+    return line_chart(series, TIME, label, x_range=x_range, marks=marks)
 
 
 def tokens_chart(drawn: Drawn) -> Chart | None:

@@ -6,7 +6,7 @@ counts. Uncached: only the tokens of it that no cache had.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,3 +63,9 @@ def distribution(values: Sequence[float] | NDArray[np.float64]) -> Distribution:
     logs = np.log(array[array > 0])
     sigma = float(logs.std(ddof=1)) if len(logs) > 1 else 0.0
     return Distribution(len(array), float(array.mean()), p50, p95, p99, sigma)
+
+
+def ratio_spread(ratios: Iterable[float | None]) -> float | None:
+    """The largest over the smallest (paper, section 3.3); None with fewer than two, or where one is 0."""
+    known = [ratio for ratio in ratios if ratio is not None]
+    return max(known) / min(known) if len(known) > 1 and min(known) > 0 else None
