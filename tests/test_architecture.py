@@ -9,7 +9,7 @@ import prorsa
 
 SOURCE = Path(prorsa.__file__).parent
 ROOMS = ["lifecycle", "forecast", "allocation", "engines", "cluster", "rollout", "config", "assembly", "report"]
-ROOMS += ["simulation", "integrations", "commands", "cli"]
+ROOMS += ["gateway", "simulation", "integrations", "commands", "cli"]
 PURE = {"lifecycle", "forecast", "allocation"}
 """They decide: numpy and the standard library's data structures are all that they use."""
 FORBIDDEN_TO_PURE = {"asyncio", "socket", "subprocess", "threading", "time", "aiohttp", "torch", "random"}

@@ -23,6 +23,8 @@ from prorsa.cluster.turns import TurnFailed
 from prorsa.config import Config, ConfigError, dump_config, load_config
 from prorsa.engines.protocol import EngineError
 from prorsa.engines.sglang import SGLangEngine
+from prorsa.gateway.logs import JsonFormatter
+from prorsa.gateway.serve import serve
 from prorsa.report import charts
 from prorsa.report.analysis import analyse, write_json
 from prorsa.report.analysis import write_page as write_analysis
@@ -69,6 +71,11 @@ def build_parser() -> argparse.ArgumentParser:
     for name, work, text in (
         ("rollout", commands.rollout, "run trajectories without a trainer: evaluation, data, benchmarks"),
         ("train", commands.train, "train with verl; the rollout runs on prefill and decode engines"),
+        (
+            "serve",
+            announced_gateway,
+            "serve agents that run elsewhere over HTTP, as OpenAI and SGLang do, until stopped",
+        ),
     ):
         sub = subparsers.add_parser(name, help=text, description=text)
         sub.add_argument("config", help="YAML file")
@@ -148,13 +155,24 @@ def start(parsed: argparse.Namespace) -> int:
     checkpoint(config)
     run_dir = begin(config)
     try:
-        with LiveProgress(run_dir, config.rollout.steps, console):
+        with LiveProgress(run_dir, None if parsed.work is announced_gateway else config.rollout.steps, console):
             asyncio.run(interruptible(parsed.work(config, run_dir)))
+    except KeyboardInterrupt:
+        if parsed.work is not announced_gateway:
+            raise
+        # That is how a server ends.
     finally:
         # However it ended: a run that was cut off is worth a look too.
         if (run_dir / TRACE).is_file():
             conclude(run_dir)
     return 0
+
+
+async def announced_gateway(config: Config, run_dir: Path) -> None:
+    def announce(url: str) -> None:
+        console.print(f"gateway {url}   (OpenAI base URL {url}/v1)", soft_wrap=True)
+
+    await serve(config, run_dir, announce)
 
 
 def report(parsed: argparse.Namespace) -> int:
@@ -228,9 +246,10 @@ def endpoint(text: str) -> SGLangEngine:
 
 def begin(config: Config) -> Path:
     run_dir = new_run_dir(config)
-    logging.basicConfig(
-        filename=run_dir / LOG, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    handler = logging.FileHandler(run_dir / LOG)
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonFormatter() if config.gateway.log == "json" else plain)
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     console.print(f"run directory {run_dir}", soft_wrap=True)
     return run_dir
 

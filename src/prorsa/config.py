@@ -154,6 +154,32 @@ class Train(Section):
     """Hydra overrides passed to verl as they are, after ours."""
 
 
+class Gateway(Section):
+    """`prorsa serve` alone reads it."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at. Any but a loopback one lets every machine that reaches it use the engines."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """0 lets the system choose; the run directory's `gateway.json` says which."""
+    max_body_mb: Positive = 8
+    """Largest request, MiB."""
+    max_requests: Positive = 1024
+    """Requests in service at once; one more is answered 429."""
+    request_timeout: Seconds = 600.0
+    """Longest time from a request to the end of its answer."""
+    write_timeout: Seconds = 30.0
+    """How long a client may leave its stream unread before its turn is cancelled."""
+    tool_timeout: Seconds = 600.0
+    """A trajectory whose last answer was a tool call ends when no request has followed for so long."""
+    idle_timeout: Seconds = 60.0
+    """The same after an answer without a tool call."""
+    admin_token_file: str | None = None
+    """File with the token of the admin endpoints; made with a new token where it is missing. The default is `admin-token` in
+    the run directory. The environment variable PRORSA_ADMIN_TOKEN goes before both."""
+    log: Literal["text", "json"] = "text"
+    """Form of the run directory's `prorsa.log`: lines for readers, or a JSON object a line."""
+
+
 class Config(Section):
     name: str = "run"
     """Begins the name of the run directory."""
@@ -169,6 +195,7 @@ class Config(Section):
     sandbox: Sandbox = Sandbox()
     rollout: Rollout = Rollout()
     train: Train = Train()
+    gateway: Gateway = Gateway()
 
     @model_validator(mode="after")
     def _possible(self) -> Config:

@@ -94,6 +94,28 @@ class RoleSwitcher:
         finally:
             self._in_hand.discard(name)
 
+    async def take_out(self, name: str) -> int:
+        """Take an instance out of service until `put_back`; what it serves is resent. Returns how many requests that were.
+
+        Raises `FlipRefused`.
+        """
+        instance = self._fleet[name]
+        async with self.lock:
+            if instance.state is not InstanceState.ROUTED:
+                raise FlipRefused(f"instance {name}: it is {instance.state}, so it cannot be taken out")
+            if len(self._fleet.pool(instance.role)) == 1:
+                raise FlipRefused(f"instance {name}: it is the last {instance.role} instance in service")
+            self._fleet.move(instance, InstanceState.DRAINING)
+            return await self._router.drain(instance, f"instance {name} is taken out of service")
+
+    async def put_back(self, name: str) -> None:
+        """Bring an instance that was taken out back into service. Raises `FlipRefused`, or `EngineError` (it stays out)."""
+        instance = self._fleet[name]
+        if instance.state is not InstanceState.DRAINING or self.lock.locked():
+            raise FlipRefused(f"instance {name}: it is {instance.state}, and was not taken out or is being changed")
+        async with self.lock:
+            await self._join(instance, instance.role)
+
     @property
     def can_restart(self) -> bool:
         return self._restarter is not None

@@ -8,7 +8,7 @@ the ids of the whole conversation rendered at once. `render` gives the same ids 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from prorsa.rollout.tasks.base import Message
 
@@ -49,6 +50,14 @@ class ChatTokenizer:
         """Text of `ids`. The tags of tool calls are kept in either case."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def decode_stream(self) -> Callable[[int], str]:
+        """A function that takes the ids of one text in order and gives the text that each completes, special tokens left out.
+
+        "" for an id that completes no character.
+        """
+        stream = DecodeStream(skip_special_tokens=True)
+        return lambda token: stream.step(self._tokenizer, token) or ""
 
     def render(
         self,

@@ -1,0 +1,164 @@
+"""The admin endpoints: what the cluster is and does, and orders to it. Each request needs the token.
+
+    GET  /prorsa/status                     counts of everything
+    GET  /prorsa/engines                    role, state and load of each engine
+    GET  /prorsa/decisions?last=N           the last decisions with all their inputs, and the last flips
+    POST /prorsa/roles                      {"prefill": 3, "decode": 1}: flip as many engines as that takes
+    POST /prorsa/engines/NAME/flip          {"role": "decode"}
+    POST /prorsa/engines/NAME/drain         out of service; what it serves goes on elsewhere
+    POST /prorsa/engines/NAME/undrain       back into service
+
+The policy goes on deciding: under `adaptive` its next decision may undo a flip. `static` would put its split back as well.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from prorsa.allocation import Allocation
+from prorsa.cluster.control import ControlPlane
+from prorsa.cluster.observers import Flip
+from prorsa.cluster.switcher import FlipRefused
+from prorsa.config import ConfigError
+from prorsa.engines.protocol import EngineError, Role
+from prorsa.gateway import fields
+from prorsa.gateway.bodies import read_body
+from prorsa.gateway.errors import ApiError
+from prorsa.report.rundir import dump_decision
+
+TOKEN_VARIABLE = "PRORSA_ADMIN_TOKEN"
+TOKEN_FILE = "admin-token"
+LEAST_TOKEN = 16
+"""Characters of a token."""
+DECISIONS = 20
+"""How many are shown unless more are asked for."""
+
+
+def admin_token(path: Path) -> str:
+    """From the environment, or from the file, which is made where it is missing. Raises `ConfigError`."""
+    token = os.environ.get(TOKEN_VARIABLE)
+    source = f"the environment variable {TOKEN_VARIABLE}"
+    if token is None:
+        source = f"gateway.admin_token_file={path}"
+        try:
+            if not path.exists():
+                _write_token(path)
+            token = path.read_text().strip()
+        except OSError as error:
+            raise ConfigError(
+                f"{source}: cannot be read or made ({error.strerror}); name a file that can be"
+            ) from error
+    if len(token) < LEAST_TOKEN:
+        raise ConfigError(f"{source}: its token is shorter than {LEAST_TOKEN} characters; use a longer one")
+    return token
+
+
+def _write_token(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_urlsafe(32) + "\n")
+
+
+class Admin:
+    def __init__(self, control: ControlPlane, token: str) -> None:
+        self._control = control
+        self._token = token.encode()
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/prorsa/status", self.status),
+            web.get("/prorsa/engines", self.engines),
+            web.get("/prorsa/decisions", self.decisions),
+            web.post("/prorsa/roles", self.roles),
+            web.post("/prorsa/engines/{name}/flip", self.flip),
+            web.post("/prorsa/engines/{name}/drain", self.drain),
+            web.post("/prorsa/engines/{name}/undrain", self.undrain),
+        ]
+
+    async def status(self, request: web.Request) -> web.Response:
+        self._authorise(request)
+        status = self._control.status()
+        states = {state.name.lower(): count for state, count in status.states.items()}
+        return web.json_response(asdict(status) | {"states": states})
+
+    async def engines(self, request: web.Request) -> web.Response:
+        self._authorise(request)
+        return web.json_response({"engines": self._engines()})
+
+    async def decisions(self, request: web.Request) -> web.Response:
+        self._authorise(request)
+        asked = request.query.get("last", str(DECISIONS))
+        if not asked.isdigit() or int(asked) < 1:
+            raise fields.wrong("last", asked, "must be a whole number of at least 1")
+        last, made = int(asked), len(self._control.decisions)
+        decisions = [dump_decision(decision, 0) for decision in self._control.decisions[-last:]]
+        for decision in decisions:
+            del decision["after_events"]  # that is of a run directory
+        return web.json_response(
+            {"made": made, "decisions": decisions, "flips": [asdict(flip) for flip in self._control.flips[-last:]]}
+        )
+
+    async def roles(self, request: web.Request) -> web.Response:
+        self._authorise(request)
+        body = await read_body(request)
+        counts = [fields.whole(body, name, 0, 1) or 0 for name in ("prefill", "decode")]
+        have = self._control.fleet.in_service.total
+        if not all(counts) or sum(counts) != have:
+            remedy = f"give at least one prefill and one decode, {have} in all: so many are in service"
+            raise fields.wrong("prefill, decode", counts, remedy)
+        flips = await self._control.switcher.apply(Allocation(*counts))
+        return web.json_response({"flips": [asdict(flip) for flip in flips], "engines": self._engines()})
+
+    async def flip(self, request: web.Request) -> web.Response:
+        self._authorise(request)
+        name, body = self._named(request), await read_body(request)
+        role = fields.typed(body, "role", str, "")
+        if role not in (Role.PREFILL, Role.DECODE):
+            raise fields.wrong("role", role, "must be prefill or decode")
+        flip = await self._obeyed(self._control.switcher.flip(name, Role(role)))
+        return self._flipped(flip)
+
+    async def drain(self, request: web.Request) -> web.Response:
+        self._authorise(request)
+        resent = await self._obeyed(self._control.switcher.take_out(self._named(request)))
+        return web.json_response({"resent": resent, "engines": self._engines()})
+
+    async def undrain(self, request: web.Request) -> web.Response:
+        self._authorise(request)
+        await self._obeyed(self._control.switcher.put_back(self._named(request)))
+        return web.json_response({"engines": self._engines()})
+
+    def _authorise(self, request: web.Request) -> None:
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token):
+            raise ApiError(401, "admin endpoints need the header `Authorization: Bearer TOKEN` with the admin token")
+
+    def _named(self, request: web.Request) -> str:
+        name = request.match_info["name"]
+        names = [instance.name for instance in self._control.fleet]
+        if name not in names:
+            raise ApiError(404, f"engine={name!r}: there is none of that name; there are {', '.join(names)}", "engine")
+        return name
+
+    async def _obeyed(self, work: Any) -> Any:
+        try:
+            return await work
+        except FlipRefused as error:
+            raise ApiError(409, str(error)) from error
+        except (EngineError, TimeoutError) as error:
+            raise ApiError(502, str(error)) from error
+
+    def _flipped(self, flip: Flip) -> web.Response:
+        if flip.failure is not None:
+            raise ApiError(502, f"engine {flip.instance}: {flip.failure}; it is taken out and restarted")
+        return web.json_response({"flip": asdict(flip), "engines": self._engines()})
+
+    def _engines(self) -> list[dict[str, Any]]:
+        return [asdict(instance) for instance in self._control.status().instances]

@@ -1,0 +1,257 @@
+"""The HTTP server in front of the control plane: any agent framework can point at it.
+
+    POST /v1/chat/completions, /v1/completions   OpenAI's, streaming and not
+    GET  /v1/models
+    POST /generate                               SGLang's, with token ids
+    POST /prorsa/events                          what a framework knows better than the gateway can guess
+    GET  /health, /metrics, /                    for probes, for Prometheus, for a person
+    /prorsa/...                                  admin, see `prorsa.gateway.admin`
+
+Invariants. Every request ends in an answer, in an error of OpenAI's shape, or with its client gone; in any case its turn is
+over then and its engines are free. At most `gateway.max_requests` are in service, each for `gateway.request_timeout` at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from prorsa.assembly import sampling_params
+from prorsa.cluster.control import ControlPlane
+from prorsa.config import Config, ConfigError
+from prorsa.gateway.admin import Admin
+from prorsa.gateway.answers import Form, event, form_of
+from prorsa.gateway.asks import TRAJECTORY_HEADER, Ask, AskReader, Identity, read_identity
+from prorsa.gateway.bodies import read_body, read_json
+from prorsa.gateway.errors import ApiError
+from prorsa.gateway.live import LiveView
+from prorsa.gateway.metrics import CONTENT_TYPE, Metrics
+from prorsa.gateway.trajectories import Trajectories
+from prorsa.gateway.turns import Running, Turns
+from prorsa.rollout.tokenizer import ChatTokenizer
+
+access = logging.getLogger("prorsa.gateway.access")
+log = logging.getLogger(__name__)
+
+SHUTDOWN_SECONDS = 5.0
+"""How long connections may take to close at the end."""
+STOPPING = "the gateway is stopping"
+RUNNING: web.RequestKey[Running] = web.RequestKey("running", Running)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Gateway:
+    """The endpoints over a running control plane."""
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        config: Config,
+        tokenizer: ChatTokenizer,
+        model: str,
+        token: str,
+        metrics: Metrics,
+        live: LiveView,
+    ) -> None:
+        """`model` is the name that clients ask for; `metrics` and `live` are observers of `control`."""
+        limits = config.gateway
+        self.trajectories = Trajectories(
+            control, tokenizer.encode, config.model.max_context, limits.tool_timeout, limits.idle_timeout
+        )
+        self._control = control
+        self._limits = limits
+        self._tokenizer = tokenizer
+        self._model = model
+        self._metrics = metrics
+        self._live = live
+        self._reader = AskReader(tokenizer, model, sampling_params(config))
+        self._turns = Turns(control, tokenizer, self.trajectories, config.model.max_context, config.seed)
+        self._admin = Admin(control, token)
+        self._created = int(time.time())
+        self._running: set[Running] = set()
+
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=self._limits.max_body_mb << 20, middlewares=[self._answer])
+        app.add_routes(
+            [
+                web.post("/v1/chat/completions", self._generating(self._reader.chat)),
+                web.post("/v1/completions", self._generating(self._reader.completions)),
+                web.post("/generate", self._generating(self._reader.generate)),
+                web.get("/v1/models", self._models),
+                web.post("/prorsa/events", self._events),
+                web.get("/health", self._health),
+                web.get("/metrics", self._show_metrics),
+                web.get("/", self._page),
+                *self._admin.routes(),
+            ]
+        )
+        return app
+
+    def stop(self) -> None:
+        """Cancel every turn in service, and end the trajectories that wait for their clients."""
+        for running in self._running:
+            running.cancel(ApiError(503, STOPPING))
+        self.trajectories.close(STOPPING)
+
+    # Around every request.
+
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Turns errors into answers, counts and logs."""
+        began = time.monotonic()
+        status = 499  # the client is gone, unless something else is known
+        try:
+            response = await handler(request)
+            status = response.status
+        except ApiError as error:
+            response, status = error.response(), error.status
+        except web.HTTPException as error:
+            refusal = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+            response, status = refusal.response(), error.status
+        except (asyncio.CancelledError, ConnectionResetError):
+            self._metrics.disconnects.add()
+            raise
+        except Exception:
+            status = 500
+            log.exception("%s %s failed", request.method, request.path)
+            response = ApiError(500, "the gateway failed; its log says how").response()
+        finally:
+            self._note(request, status, time.monotonic() - began)
+        return response
+
+    def _note(self, request: web.Request, status: int, seconds: float) -> None:
+        route = request.match_info.route.resource
+        endpoint = route.canonical if route is not None else "unknown"
+        self._metrics.requests.add(endpoint=endpoint, status=str(status))
+        known: dict[str, Any] = {"endpoint": endpoint, "status": status, "seconds": round(seconds, 4)}
+        running = request.get(RUNNING)
+        if running is not None:
+            self._metrics.request_seconds.observe(seconds, endpoint=endpoint)
+            known |= {"trajectory": running.trajectory, "turn": running.number}
+            known |= {"prompt_tokens": len(running.prompt_ids), "output_tokens": len(running.output.ids)}
+        access.info("%s %s %d %.3f s", request.method, request.path, status, seconds, extra=known)
+
+    # Turns.
+
+    def _generating(self, read: Callable[[dict[str, Any], Identity], Ask]) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if self._metrics.in_flight >= self._limits.max_requests:
+                raise ApiError(429, f"{self._limits.max_requests} requests are in service; try again later")
+            self._metrics.in_flight += 1
+            try:
+                return await self._generate(request, read)
+            finally:
+                self._metrics.in_flight -= 1
+
+        return handle
+
+    async def _generate(
+        self, request: web.Request, read: Callable[[dict[str, Any], Identity], Ask]
+    ) -> web.StreamResponse:
+        body = await read_body(request)
+        ask = read(body, read_identity(request.headers, body))
+        deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
+        async with self._turns.run(ask, deadline) as running:
+            request[RUNNING] = running
+            self._running.add(running)
+            try:
+                form = form_of(running, self._tokenizer, self._model)
+                if ask.stream:
+                    return await self._stream(request, running, form)
+                return await self._whole(running, form)
+            finally:
+                self._running.discard(running)
+
+    async def _whole(self, running: Running, form: Form) -> web.Response:
+        await asyncio.wait({running.task})
+        outcome = running.outcome()
+        if isinstance(outcome, ApiError):
+            raise outcome
+        return web.json_response(form.whole(outcome), headers={TRAJECTORY_HEADER: running.name})
+
+    async def _stream(self, request: web.Request, running: Running, form: Form) -> web.StreamResponse:
+        """Begins with the first news, so that what fails before it has a status of its own."""
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", TRAJECTORY_HEADER: running.name}
+        response = web.StreamResponse(headers=headers)
+        while not running.task.done():
+            await running.news.wait()
+            running.news.clear()
+            if running.output.ids and not response.prepared:
+                await response.prepare(request)
+            if piece := form.piece():
+                await self._write(request, response, piece)
+        outcome = running.outcome()
+        if not response.prepared:
+            if isinstance(outcome, ApiError):
+                raise outcome
+            await response.prepare(request)
+        last = event(outcome.body()) if isinstance(outcome, ApiError) else form.end(outcome)
+        await self._write(request, response, last)
+        await response.write_eof()
+        return response
+
+    async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._limits.write_timeout):
+                await response.write(data)
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError(f"its client read nothing for {self._limits.write_timeout:g} s") from None
+
+    # The rest.
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": self._model, "object": "model", "created": self._created, "owned_by": "prorsa"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _events(self, request: web.Request) -> web.Response:
+        body = await read_json(request)
+        listed = body if isinstance(body, list) else [body]
+        told = []
+        for one in listed:
+            if not isinstance(one, dict):
+                raise ApiError(400, "the body must be an event, a JSON object, or a list of events")
+            trajectory = self.trajectories.post(one)
+            told.append({"trajectory": trajectory.name, "state": self.trajectories.state(trajectory)})
+        return web.json_response(told if isinstance(body, list) else told[0])
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _show_metrics(self, request: web.Request) -> web.Response:
+        text = self._metrics.render(self._control.status(), self.trajectories.continued)
+        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _page(self, request: web.Request) -> web.Response:
+        html = self._live.render(self._control.status(), self._metrics.in_flight)
+        return web.Response(text=html, content_type="text/html")
+
+
+@asynccontextmanager
+async def listening(gateway: Gateway, host: str, port: int) -> AsyncIterator[str]:
+    """Serve while the block lasts; yields the URL. Leaving it ends the turns in service. Raises `ConfigError`."""
+    # A handler is cancelled when its client is gone: that is what frees the engines.
+    runner = web.AppRunner(
+        gateway.application(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS
+    )
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        try:
+            await site.start()
+        except OSError as error:
+            problem = f"gateway.host={host!r}, gateway.port={port}: cannot listen there ({error.strerror})"
+            raise ConfigError(f"{problem}; choose others, or port 0 to let the system choose") from error
+        bound_host, bound_port = runner.addresses[0][:2]
+        yield f"http://{f'[{bound_host}]' if ':' in bound_host else bound_host}:{bound_port}"
+        await site.stop()
+    finally:
+        gateway.stop()
+        await runner.cleanup()
