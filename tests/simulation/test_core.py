@@ -286,6 +286,18 @@ def test_a_decode_instance_prefills_what_it_retracted() -> None:
     assert bench.statistics.decoded_tokens == 120
 
 
+def test_a_decode_that_joins_another_does_not_take_the_room_that_it_is_growing_into() -> None:
+    bench = Bench(ranks=1, kv_tokens=200)
+    prefill, decode = bench.core(Role.PREFILL), bench.core(Role.DECODE)
+    bench.ask_pair(0.0, prefill, decode, "a", prompt=50, target=100)
+    bench.ask_pair(10.0, prefill, decode, "b", prompt=60, target=100)
+    bench.run()
+    # a alone would grow to 150 in one event; with b's 60 at 10.0 that must end early, and b be retracted later.
+    assert bench.statistics.retracted == 1
+    assert bench.seen["a/decode"].tokens == bench.seen["b/decode"].tokens == 100
+    assert bench.end("a", Role.DECODE) < bench.end("b", Role.DECODE)
+
+
 def cached(bench: Bench, name: str) -> int:
     return bench.jobs[name][0][1].cached_prompt
 
@@ -488,7 +500,7 @@ def test_whatever_comes_pools_hold_and_books_balance(asks: list[Ask], ranks: int
     for time in range(0, 200, 7):
         bench.at(time + 0.5, bench.check)
     bench.run()
-    assert not prefill.jobs and not decode.jobs and not mixed.jobs
+    assert [core.jobs for core in bench.cores] == [{}, {}, {}]
     for index, ask in enumerate(asks):
         seen = bench.seen[f"t{index % 5}.{index}/{'mixed' if index % 2 else 'decode'}"]
         assert seen.tokens == ask.target if seen.finish is FinishReason.STOP else ask.abort is not None

@@ -214,7 +214,7 @@ class Rank:
         return self.held + self.context
 
     def fits(self, tokens: int) -> bool:
-        """Whether a request of so many tokens may join those that live here; an empty rank takes any."""
+        """Whether so many tokens may join those that live here; an empty rank takes any request."""
         live = self.held + self.context
         return live == 0 or live + tokens <= self.capacity * (1 - WATERMARK)
 
@@ -630,8 +630,7 @@ class Core:
             loads = [rank.work for rank in self.ranks]
             least = bound = min(loads)
         else:
-            steps = self._unbooked(now)
-            loads = [rank.held + rank.context + rank.backlog + rank.batch * steps for rank in self.ranks]
+            loads = self._loads(now)
             least = min(loads)
             bound = int(least * UNBALANCED)
         home = self._homes.get(job.trajectory)
@@ -644,6 +643,11 @@ class Core:
                 return home, local
         rank = self.ranks[loads.index(least)]
         return rank, self._local(rank, job)
+
+    def _loads(self, now: float) -> list[int]:
+        """KV cache of each rank, with that of its queued prompts."""
+        steps = self._unbooked(now)
+        return [rank.held + rank.context + rank.backlog + rank.batch * steps for rank in self.ranks]
 
     def _local(self, rank: Rank, job: Job) -> int:
         """Tokens of the job's context that the rank has; the last one must always be computed."""
@@ -739,8 +743,12 @@ class Core:
         while self._unplaced and not self._queued:
             job = self._unplaced[0]
             need = job.context + 1
-            rank = min(self.ranks, key=_live)
-            if not rank.fits(need):
+            loads = self._loads(now)
+            rank = self.ranks[loads.index(min(loads))]
+            # The steps that go on were planned with the room that there was: it may be given away only between steps.
+            if not rank.fits(need + rank.batch * self._steps):
+                if self._steps:
+                    self._cut(now)
                 return
             self._unplaced.popleft()
             job.rank = rank
@@ -1098,7 +1106,3 @@ class Core:
         self.statistics.add_latency(start, start + self._first, waited, stopped)
         self.statistics.decoded_tokens += stopped
         return stopped
-
-
-def _live(rank: Rank) -> int:
-    return rank.held + rank.context
