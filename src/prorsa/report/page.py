@@ -20,7 +20,7 @@ svg{width:100%;height:auto;display:block}
 .tile{border:1px solid var(--grid);border-radius:8px;padding:10px 14px}
 .tile b{display:block;font-size:22px;font-weight:650}.tile span{color:var(--soft);font-size:13px}
 .tile.bad b{color:var(--dropped)}.tile.good b{color:var(--tool)}
-.scroll{overflow:auto;max-height:440px}
+.scroll{overflow:auto;max-height:440px}details[open].whole .scroll{max-height:none}
 table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums;width:100%}
 th,td{padding:3px 10px;text-align:right;border-bottom:1px solid var(--grid);white-space:nowrap}
 th{position:sticky;top:0;background:var(--paper)}th:first-child,td:first-child{text-align:left}
@@ -58,12 +58,14 @@ def section(title: str, chart: Chart | None, words: str) -> str:
 
 
 def table(title: str, words: str, header: Sequence[str], rows: Sequence[Sequence[str]], unfolded: bool = False) -> str:
-    """Folded away unless it is `unfolded`."""
+    """Folded away, unless it is `unfolded` and shown as a whole."""
     shown = rows[-MOST_ROWS:]
-    which = f"{len(rows)}" if len(shown) == len(rows) else f"last {len(shown)} of {len(rows)}"
+    which = f" ({len(rows)})" if len(shown) == len(rows) else f" (last {len(shown)} of {len(rows)})"
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in shown)
+    kind, count = (' open class="whole"', "") if unfolded else ("", which)
+    below = f"<p>{escape(words)}</p>" if words else ""
     return (
-        f"<details{' open' if unfolded else ''}><summary>{escape(title)} ({which})</summary><p>{escape(words)}</p>"
+        f"<details{kind}><summary>{escape(title)}{count}</summary>{below}"
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></details>'
     )
