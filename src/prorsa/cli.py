@@ -26,6 +26,7 @@ from prorsa.engines.sglang import SGLangEngine
 from prorsa.gateway.logs import JsonFormatter
 from prorsa.gateway.serve import serve
 from prorsa.report import charts
+from prorsa.report import comparison as comparison_report
 from prorsa.report.analysis import analyse, write_json
 from prorsa.report.analysis import write_page as write_analysis
 from prorsa.report.characterise import BadEvents
@@ -37,10 +38,12 @@ from prorsa.report.rundir import TRACE, read_run
 from prorsa.rollout.controller import RolloutFailed
 from prorsa.rollout.sandboxes.base import SandboxError
 from prorsa.simulation.experiments import reproduce as reproduction
+from prorsa.simulation.experiments.compare import compare
 from prorsa.simulation.experiments.grid import ExperimentFailed
-from prorsa.simulation.experiments.settings import FULL, QUICK
+from prorsa.simulation.experiments.settings import FULL, QUICK, scenario_path, shipped_scenarios
 from prorsa.simulation.experiments.terminal import GridProgress, findings_tables
 from prorsa.simulation.measure import Limits
+from prorsa.simulation.scenario import load_scenario
 
 LOG = "prorsa.log"
 console = Console()
@@ -92,6 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("run", help="directory of a finished `prorsa rollout`")
     sub.set_defaults(command=verify)
     add_profile(subparsers)
+    add_simulate(subparsers)
     add_reproduce(subparsers)
     return parser
 
@@ -116,6 +120,21 @@ def add_profile(subparsers: Subparsers) -> None:
     sub.add_argument("--gpus", type=int, default=1, help="GPUs of an engine (default 1)")
     sub.add_argument("--kv-bytes", type=int, help="KV cache of a token (default: read off the checkpoint)")
     sub.set_defaults(command=profile)
+
+
+def add_simulate(subparsers: Subparsers) -> None:
+    text = "roll out a scenario on a virtual cluster of measured GPUs, under several policies side by side"
+    shipped = ", ".join(shipped_scenarios())
+    sub = subparsers.add_parser("simulate", help=text, description=text, epilog=f"Shipped scenarios: {shipped}")
+    sub.add_argument("scenario", help="name of a shipped scenario, or a YAML file")
+    sub.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace values of the scenario")
+    sub.add_argument("--policy", action="append", default=[], metavar="NAME", help="of the scenario's; default: all")
+    sub.add_argument("--json", metavar="PATH", help="write every number (docs/analysis.md says what each is)")
+    sub.add_argument("--out", default="report.html", metavar="PATH", help="the page with charts (default report.html)")
+    sub.add_argument("--record", metavar="DIR", help="also write a run directory for each policy, as a rollout does")
+    sub.add_argument("--workers", type=int, default=2, help="processes (default 2)")
+    sub.add_argument("--dry-run", action="store_true", help="print the resolved scenario and stop")
+    sub.set_defaults(command=simulate)
 
 
 def add_reproduce(subparsers: Subparsers) -> None:
@@ -218,6 +237,20 @@ def profile(parsed: argparse.Namespace) -> int:
         engines = [endpoint(text) for text in parsed.endpoints]
         work = commands.profile(engines, limits, told, out, console)
     asyncio.run(interruptible(work))
+    return 0
+
+
+def simulate(parsed: argparse.Namespace) -> int:
+    scenario = load_scenario(scenario_path(parsed.scenario), parsed.overrides)
+    if parsed.dry_run:
+        print(dump_config(scenario), end="")
+        return 0
+    with GridProgress(console) as progress:
+        comparison = compare(scenario, parsed.policy, parsed.workers, progress, parsed.record)
+    console.print(comparison)
+    if parsed.json:
+        console.print(f"{comparison_report.write_json(comparison, parsed.json)}", soft_wrap=True)
+    console.print(f"report {comparison_report.write_page(comparison, parsed.out)}", soft_wrap=True)
     return 0
 
 

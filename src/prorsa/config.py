@@ -317,7 +317,7 @@ def _explain(problem: Any) -> str:
     return f"{key}={problem['input']!r}: {message}; change the value"
 
 
-def dump_config(config: Config) -> str:
+def dump_config(config: Section) -> str:
     """The resolved configuration as YAML, each key explained; `load_config` reads it back to an equal one."""
     return "\n".join(_commented(config, "")) + "\n"
 

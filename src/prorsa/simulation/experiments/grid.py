@@ -125,7 +125,7 @@ class Grid:
             for future in running:
                 future.cancel()
         if failures:
-            raise ExperimentFailed(_explained(failures)) from failures[0][1]
+            raise ExperimentFailed(explained(failures)) from failures[0][1]
 
     def _known(self, key: str) -> bool:
         if key not in self._outcomes and self._kept is not None and (path := self._path(key)).is_file():
@@ -151,6 +151,6 @@ class Grid:
         return self._kept / f"{key}.pickle"
 
 
-def _explained(failures: Sequence[tuple[Job, BaseException]]) -> str:
+def explained(failures: Sequence[tuple[Job, BaseException]]) -> str:
     lines = sorted(f"{job}: {type(error).__name__}: {error}" for job, error in failures)
     return f"{len(failures)} runs failed; the others are kept and will not run again\n" + "\n".join(lines)

@@ -1,0 +1,84 @@
+"""`prorsa simulate`: the policies of a scenario side by side, each a run in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import as_completed
+from pathlib import Path
+
+from prorsa.config import ConfigError
+from prorsa.report.comparison import Comparison, PolicyOutcome
+from prorsa.report.measures import Window
+from prorsa.report.volumes import distribution
+from prorsa.simulation.experiments.grid import ExperimentFailed, Job, Progress, explained
+from prorsa.simulation.experiments.reproduce import pool
+from prorsa.simulation.outcome import RunOutcome
+from prorsa.simulation.run import run_scenario
+from prorsa.simulation.scenario import Scenario
+from prorsa.simulation.statistics import BIN_S
+
+
+def compare(
+    scenario: Scenario, names: Sequence[str], workers: int, progress: Progress, record_to: str | None = None
+) -> Comparison:
+    """Run the policies `names` of the scenario, or all of them. `record_to` gets a run directory for each.
+
+    Raises `ConfigError`, and `ExperimentFailed` where a run fails.
+    """
+    chosen = list(names) or list(scenario.policies)
+    if unknown := [name for name in chosen if name not in scenario.policies]:
+        raise ConfigError(f"--policy {unknown[0]}: the scenario has {', '.join(scenario.policies)}; give some of these")
+    if workers < 1:
+        raise ConfigError(f"--workers={workers}: write a number of 1 or more")
+    # What cannot be built is one error here, not one of every process.
+    profiles = scenario.prefill_profile(), scenario.decode_profile()
+    with pool(workers) as executor:
+        running = {
+            executor.submit(run_scenario, scenario, name, record_to=Path(record_to) / name if record_to else None): name
+            for name in chosen
+        }
+        for done, future in enumerate(as_completed(running), 1):
+            progress(Job(scenario, scenario.policies[running[future]]), done, len(chosen))
+    failures = [
+        (Job(scenario, scenario.policies[name]), error)
+        for future, name in running.items()
+        if (error := future.exception()) is not None
+    ]
+    if failures:
+        raise ExperimentFailed(explained(failures)) from failures[0][1]
+    outcomes = {name: future.result() for future, name in running.items()}
+    notes = [f"simulated, from the profile {profile.name}: {profile.source}" for profile in dict.fromkeys(profiles)]
+    return Comparison(scenario.name, tuple(compared(outcomes[name]) for name in chosen), tuple(notes))
+
+
+def compared(outcome: RunOutcome) -> PolicyOutcome:
+    statistics = outcome.statistics
+    busy = statistics.step_s or 1.0
+    return PolicyOutcome(
+        name=outcome.policy,
+        step_s=tuple(step.rollout_s for step in outcome.steps),
+        trajectory_s=distribution(outcome.trajectory_s),
+        done=outcome.done,
+        dropped=outcome.dropped,
+        replaced_groups=outcome.lost_groups,
+        output_tokens=statistics.decoded_tokens,
+        output_tokens_per_s=statistics.decoded_tokens / outcome.seconds if outcome.seconds else 0.0,
+        interference_idle=statistics.interference_s / busy,
+        imbalance_idle=statistics.imbalance_s / busy,
+        itl_p50=statistics.itl.percentile(0.5),
+        itl_p99=statistics.itl.percentile(0.99),
+        itl_over_time=tuple(
+            ((index + 0.5) * BIN_S, seconds / tokens)
+            for index, (seconds, tokens) in sorted(statistics.itl_over_time.items())
+            if tokens
+        ),
+        roles=tuple(outcome.roles),
+        flips=len(outcome.flips),
+        resends=outcome.resends,
+        windows=tuple(
+            Window(window.made, window.baselines["persistence"], window.measured) for window in outcome.forecasts
+        ),
+        step_volumes=tuple(outcome.step_tokens(step) for step in outcome.steps),
+        window_volumes=tuple(outcome.tokens),
+        kv_use=tuple(outcome.kv_use),
+    )
