@@ -88,7 +88,10 @@ def page(found: Sequence[Section], budget: Budget) -> str:
 
 
 def _introduction(budget: Budget) -> str:
-    steps = ", ".join(f"{task} {count}" for task, count in budget.steps.items())
+    sync, overlapped = (
+        ", ".join(f"{task} {count}" for task, count in steps.items())
+        for steps in (budget.sync_steps, budget.async_steps)
+    )
     return (
         "The controller, the router, the role switcher, the forecast and the allocation are the production code on a virtual "
         "clock; engines, sandboxes, tools and the trainer are simulated, the engines from measured operator times. There "
@@ -96,8 +99,8 @@ def _introduction(budget: Budget) -> str:
         "The cost model is 20 to 40 % off in absolute terms; much of that cancels in ratios. So a ratio or a share *agrees* "
         f"within {100 * RATIO_TOLERANCE:.0f} % of the paper's, a time within {100 * TIME_TOLERANCE:.0f} %; what *agrees in "
         "direction* means stands with each figure. Where nothing else is said, it is being on the same side of 1.\n\n"
-        f"Steps of a run: {steps}; {budget.long_steps} where steps are compared with each other. Load: {budget.load:g} of "
-        "that of the scenarios."
+        f"Steps of a run: on-policy {sync}; else {overlapped}; {budget.long_steps} where steps are compared with each "
+        f"other. Load: {budget.load:g} of that of the scenarios."
     )
 
 

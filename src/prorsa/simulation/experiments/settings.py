@@ -56,8 +56,10 @@ def spoken(staleness: str) -> str:
 class Budget:
     """How much runs. The code is the same for every budget."""
 
-    steps: Mapping[str, int]
-    """Training steps of a run, by task."""
+    sync_steps: Mapping[str, int]
+    """Training steps of an on-policy run, by task: its steps are alike."""
+    async_steps: Mapping[str, int]
+    """Of any other."""
     long_steps: int
     """Of the runs that show how the workload changes across steps."""
     load: float
@@ -67,21 +69,31 @@ class Budget:
     splits: tuple[str, ...]
     """Static prefill:decode splits of eight instances."""
 
+    def steps(self, setting: Setting) -> int:
+        return (self.sync_steps if setting.staleness == "on-policy" else self.async_steps)[setting.task]
+
 
 FULL = Budget(
-    MappingProxyType({"math": 2, "coding-agent": 2, "general-agent": 3}),
-    7,
-    1.0,
-    (4, 16, 64),
-    tuple(f"{prefill}:{8 - prefill}" for prefill in range(1, 8)),
+    sync_steps=MappingProxyType({"math": 1, "coding-agent": 1, "general-agent": 2}),
+    async_steps=MappingProxyType({"math": 2, "coding-agent": 2, "general-agent": 3}),
+    long_steps=7,
+    load=1.0,
+    cadences=(4, 16, 64),
+    splits=tuple(f"{prefill}:{8 - prefill}" for prefill in range(1, 8)),
 )
 QUICK = Budget(
-    MappingProxyType({"math": 1, "coding-agent": 1, "general-agent": 1}), 3, 0.25, (16,), ("3:5", "4:4", "5:3")
+    sync_steps=MappingProxyType({"math": 1, "coding-agent": 1, "general-agent": 1}),
+    async_steps=MappingProxyType({"math": 1, "coding-agent": 1, "general-agent": 1}),
+    long_steps=3,
+    load=0.125,
+    cadences=(16,),
+    splits=("3:5", "4:4", "5:3"),
 )
 
 
 def scenario_path(name: str) -> Path:
-    return Path(str(SCENARIOS / f"{name}.yaml"))
+    """Of a shipped scenario by its name; what ends as a YAML file's name is a path already."""
+    return Path(name) if name.endswith((".yaml", ".yml")) else Path(str(SCENARIOS / f"{name}.yaml"))
 
 
 def shipped_scenarios() -> list[str]:
@@ -116,7 +128,7 @@ class Lab:
         return min((cadence(k) for k in self.budget.cadences), key=lambda one: self.outcome(setting, one).rollout_s)
 
     def _overrides(self, setting: Setting, steps: int | None) -> tuple[str, ...]:
-        steps = steps or self.budget.steps[setting.task]
+        steps = steps or self.budget.steps(setting)
         return (f"rollout.steps={steps}", f"rollout.load={self.budget.load}", *STALENESS[setting.staleness])
 
     def _scenario(self, setting: Setting, *overrides: str) -> Scenario:

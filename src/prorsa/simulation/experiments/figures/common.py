@@ -12,6 +12,7 @@ from prorsa.simulation.experiments.paper import Range
 from prorsa.simulation.experiments.settings import ADAPTIVE, SETTINGS, Lab, Setting
 from prorsa.simulation.experiments.verdicts import span
 from prorsa.simulation.outcome import RunOutcome
+from prorsa.simulation.scenario import PolicySection
 
 MIMO, DEEPSEEK, QWEN = "mimo-v2.5-pro", "deepseek-v3.2", "qwen3-235b"
 COLOURS = {"on-policy": "prefill", "2": "decode", "8": "mixed"}
@@ -35,23 +36,20 @@ def stated(values: Range, form: str = "{:.2f}", unit: str = "") -> str:
     return span([values.low, values.high], form) + unit
 
 
-def long_steps(lab: Lab, task: str) -> int:
-    return lab.budget.steps[task] if task == "math" else lab.budget.long_steps
+def long_steps(lab: Lab, setting: Setting) -> int:
+    return lab.budget.steps(setting) if setting.task == "math" else lab.budget.long_steps
+
+
+def long_job(lab: Lab, setting: Setting, policy: PolicySection = ADAPTIVE) -> Job:
+    return lab.job(setting, policy, steps=long_steps(lab, setting))
 
 
 def long_jobs(tasks: Sequence[str], staleness: Sequence[str]) -> Callable[[Lab], list[Job]]:
-    def jobs(lab: Lab) -> list[Job]:
-        return [
-            lab.job(Setting(MIMO, task, stale), ADAPTIVE, steps=long_steps(lab, task))
-            for task in tasks
-            for stale in staleness
-        ]
-
-    return jobs
+    return lambda lab: [long_job(lab, Setting(MIMO, task, stale)) for task in tasks for stale in staleness]
 
 
-def long_run(lab: Lab, task: str, staleness: str) -> RunOutcome:
-    return lab.outcome(Setting(MIMO, task, staleness), ADAPTIVE, steps=long_steps(lab, task))
+def long_run(lab: Lab, task: str, staleness: str, policy: PolicySection = ADAPTIVE) -> RunOutcome:
+    return lab.grid.outcome(long_job(lab, Setting(MIMO, task, staleness), policy))
 
 
 def short(setting: Setting) -> str:

@@ -7,7 +7,7 @@ from statistics import correlation, fmean
 
 from prorsa.report.svg import Bars, Chart, Series, bar_chart, line_chart
 from prorsa.simulation.experiments import paper
-from prorsa.simulation.experiments.figures.common import MIMO, long_jobs, long_run, long_steps, percent, short
+from prorsa.simulation.experiments.figures.common import MIMO, long_job, long_jobs, long_run, percent, short
 from prorsa.simulation.experiments.grid import Job
 from prorsa.simulation.experiments.page import Section, Table
 from prorsa.simulation.experiments.paper import Range
@@ -21,9 +21,8 @@ RETURNS = PolicySection(name="adaptive", decode_returns=True)
 
 
 def fig8_jobs(lab: Lab) -> list[Job]:
-    return long_jobs(paper.AGENTIC, paper.STALENESS)(lab) + [
-        lab.job(Setting(MIMO, task, "on-policy"), RETURNS, steps=long_steps(lab, task)) for task in paper.AGENTIC
-    ]
+    returns = [long_job(lab, Setting(MIMO, task, "on-policy"), RETURNS) for task in paper.AGENTIC]
+    return long_jobs(paper.AGENTIC, paper.STALENESS)(lab) + returns
 
 
 def fig8(lab: Lab) -> Section:
@@ -82,8 +81,7 @@ def _wape_finding(
 def _wape_reason(lab: Lab, measure: Callable[[RunOutcome], float]) -> str:
     words = []
     for task in paper.AGENTIC:
-        setting, steps = Setting(MIMO, task, "on-policy"), long_steps(lab, task)
-        one_step, returns = (measure(lab.outcome(setting, policy, steps=steps)) for policy in (ADAPTIVE, RETURNS))
+        one_step, returns = (measure(long_run(lab, task, "on-policy", policy)) for policy in (ADAPTIVE, RETURNS))
         words.append(f"{task} {100 * one_step:.1f} % to {100 * returns:.1f} %")
     return (
         "Verified by runs: forecasting also the next requests of trajectories that decode, which the paper's one-step model "
