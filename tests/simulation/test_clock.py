@@ -78,3 +78,33 @@ def test_a_livelock_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(Livelock, match=r"time stands at 2\.0 s"):
         run(main())
+
+
+def test_timers_of_one_moment_are_due_in_the_order_in_which_they_were_set() -> None:
+    async def main() -> list[int]:
+        loop = asyncio.get_running_loop()
+        fired: list[int] = []
+        for number in range(100):
+            loop.call_at(1.0, fired.append, number)
+        await asyncio.sleep(2.0)
+        return fired
+
+    assert run(main()) == list(range(100))
+
+
+def test_cancelled_timers_neither_fire_nor_pile_up() -> None:
+    async def main() -> tuple[list[int], int]:
+        loop = asyncio.get_running_loop()
+        fired: list[int] = []
+        for number in range(10_000):
+            timer = loop.call_later(1e6 + number, fired.append, number)
+            if number % 100:
+                timer.cancel()
+            await asyncio.sleep(0.001)
+        left = len(loop._timers)  # type: ignore[attr-defined]
+        await asyncio.sleep(2e6)
+        return fired, left
+
+    fired, left = run(main())
+    assert fired == list(range(0, 10_000, 100))
+    assert left < 300

@@ -90,7 +90,7 @@ class ControlPlane:
         self._engines = list(engines)
         self._forecaster = forecaster
         self._speed = speed
-        self._observers = list(observers)
+        self._observers = tuple(observers)
         self._errors: dict[str, Exception] = {}
         self._weights = Weights(0)
         self._held = False
@@ -152,7 +152,8 @@ class ControlPlane:
     def apply(self, event: Event) -> None:
         transition = self.tracker.apply(event)
         self._learn(transition)
-        self._tell(lambda observer: observer.transition(transition))
+        if self._observers:
+            self._tell(lambda observer: observer.transition(transition))
 
     async def generate(self, request: TurnRequest, listener: Listener | None = None) -> TurnResult:
         """Serve one model turn; `listener` hears its output as it comes. Raises `TurnFailed`."""
@@ -292,11 +293,11 @@ class ControlPlane:
 
     def _tell(self, call: Callable[[Observer], None]) -> None:
         """An observer that fails costs its own observations, not the run."""
-        for observer in list(self._observers):
+        for observer in self._observers:
             try:
                 call(observer)
             except Exception as error:
-                self._observers.remove(observer)
+                self._observers = tuple(other for other in self._observers if other is not observer)
                 self._failed(f"observer {type(observer).__name__}", error)
 
     def _failed(self, what: str, error: Exception) -> None:

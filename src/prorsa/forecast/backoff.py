@@ -36,14 +36,15 @@ class Backoff(Generic[S]):
         self._make = make
         self._widest = widest
         self._classes: dict[Key, S] = {}
+        self._chains: dict[Key, list[S]] = {}
+        """The statistics of all prefixes of a key that was added to."""
 
     def add(self, key: Key, value: float) -> None:
-        for length in range(self._widest, len(key) + 1):
-            prefix = key[:length]
-            found = self._classes.get(prefix)
-            if found is None:
-                found = self._classes[prefix] = self._make()
-            found.add(value)
+        chain = self._chains.get(key)
+        if chain is None:
+            chain = self._chains[key] = [self._class(key[:length]) for length in range(self._widest, len(key) + 1)]
+        for statistic in chain:
+            statistic.add(value)
 
     def find(self, key: Key) -> S | None:
         """The statistic of the longest prefix with `MIN_SAMPLES`, else of the widest class; None where that is empty too."""
@@ -52,6 +53,12 @@ class Backoff(Generic[S]):
             if found is not None and found.count >= MIN_SAMPLES:
                 return found
         return self._classes.get(key[: self._widest])
+
+    def _class(self, prefix: Key) -> S:
+        found = self._classes.get(prefix)
+        if found is None:
+            found = self._classes[prefix] = self._make()
+        return found
 
 
 class Ema:
