@@ -13,6 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from prorsa.forecast import Forecast, Measured
 from prorsa.report.charts import ADMITTED, PREFILL, TIME, forecast_chart
 from prorsa.report.measures import Errors, Window, forecast_errors
 from prorsa.report.page import page, section, table, tiles
@@ -151,7 +152,7 @@ def figures(comparison: Comparison) -> Iterator[list[str]]:
     outcomes = comparison.outcomes
     seconds = [outcome.trajectory_s for outcome in outcomes]
     yield ["rollout of a step, s", *(_number(outcome.rollout_s) for outcome in outcomes)]
-    yield ["speed-up", *(f"{comparison.speed_up(outcome):.2f}x" for outcome in outcomes)]
+    yield ["speed-up", *(_times(comparison.speed_up(outcome)) for outcome in outcomes)]
     yield ["trajectory mean, s", *(_number(one.mean) for one in seconds)]
     yield ["trajectory p50, s", *(_number(one.p50) for one in seconds)]
     yield ["trajectory p99, s", *(_number(one.p99) for one in seconds)]
@@ -185,6 +186,10 @@ def _number(value: float | None) -> str:
     return "-" if value is None or not math.isfinite(value) else number(value)
 
 
+def _times(value: float) -> str:
+    return f"{value:.2f}x" if math.isfinite(value) else "-"
+
+
 def _share(value: float | None) -> str:
     return "-" if value is None or not math.isfinite(value) else f"{value:.1%}"
 
@@ -195,8 +200,27 @@ def to_json(comparison: Comparison) -> Json:
         "name": comparison.name,
         "notes": list(comparison.notes),
         "outcomes": [
-            {**plain(outcome), "speed_up": plain(comparison.speed_up(outcome))} for outcome in comparison.outcomes
+            {
+                **plain(outcome),
+                "windows": [_window(window) for window in outcome.windows],
+                "speed_up": plain(comparison.speed_up(outcome)),
+            }
+            for outcome in comparison.outcomes
         ],
+    }
+
+
+def _window(window: Window) -> Json:
+    said: dict[str, Forecast | Measured] = {
+        "forecast": window.forecast,
+        "persistence": window.persistence,
+        "measured": window.measured,
+    }
+    return {
+        "time": window.forecast.time,
+        "horizon": window.forecast.horizon,
+        "prefill": {name: PREFILL.of(one) for name, one in said.items()},
+        "admitted": {name: ADMITTED.of(one) for name, one in said.items()},
     }
 
 
@@ -218,7 +242,7 @@ def render(comparison: Comparison) -> str:
     best = max(comparison.outcomes, key=comparison.speed_up)
     words = f"{best.name} against {comparison.outcomes[0].name}: rollout of a step, mean"
     body = [
-        tiles([(f"{comparison.speed_up(best):.2f}x", words, "")]),
+        tiles([(_times(comparison.speed_up(best)), words, "")]),
         table("Figures", "", header, list(figures(comparison)), unfolded=True),
         *_sections(comparison),
         *(part for outcome in comparison.outcomes if outcome.flips for part in _followed(outcome)),
