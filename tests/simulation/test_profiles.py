@@ -33,6 +33,10 @@ def test_the_shipped_profiles_are_the_papers_three_models_and_deepseek_v3() -> N
     assert set(NAMES) == set(LAYOUTS)
 
 
+WINDOWED_BYTES = {"MiMo-V2.5-Pro (stand-in)": int(0.8 * 60 * 320 * 8)}
+"""What a token takes in the pools of layers with a sliding window, which do not move: 0.8 tokens of 60 layers on 8 GPUs."""
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shipped_profile_says_what_it_is_and_where_it_comes_from(name: str) -> None:
     profile = load_profile(name)
@@ -52,7 +56,8 @@ def test_its_parts_fit_together(name: str) -> None:
     assert profile.network_bytes_per_s == gpus_of_a_rank * NIC_BYTES_PER_S
     assert profile.kv_bytes == KV_BYTES[profile.model]
     # The cache leaves room for weights, and a rank's requests fit with contexts of a few thousand tokens.
-    assert 0.3 < profile.kv_tokens * profile.kv_bytes / gpus_of_a_rank / GPU_BYTES < 0.65
+    held = profile.kv_bytes + WINDOWED_BYTES.get(profile.model, 0)
+    assert 0.3 < profile.kv_tokens * held / gpus_of_a_rank / GPU_BYTES < 0.65
     assert profile.kv_tokens > profile.max_running * 8192
 
 
