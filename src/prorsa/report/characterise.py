@@ -433,7 +433,7 @@ class _Flows:
 
     def volumes(self, bounds: Floats) -> list[Volume]:
         """Between each bound and the next one."""
-        parts = [np.round(np.diff(column), 6) for column in self.until(bounds)]
+        parts = [np.round(np.diff(column), 3) for column in self.until(bounds)]
         return [Volume(*(float(value) for value in row)) for row in zip(bounds, bounds[1:], *parts, strict=False)]
 
 
@@ -556,7 +556,7 @@ class _Description:
     def _curve(self, span: StepSpan) -> Curve:
         times = np.linspace(span.start, span.end, CURVE_POINTS)
         columns = (times, *self._flows.until(times))
-        return Curve(*(tuple(np.round(column - column[0], 6).tolist()) for column in columns))
+        return Curve(*(tuple(np.round(column - column[0], 3).tolist()) for column in columns))
 
 
 def intra_class_correlation(values: Floats, groups: Sequence[str]) -> float | None:
