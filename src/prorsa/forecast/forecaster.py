@@ -25,11 +25,8 @@ from prorsa.forecast.returns import DecodeReturns, never
 from prorsa.forecast.tools import ToolDurations
 from prorsa.lifecycle import events as e
 from prorsa.lifecycle.events import SandboxMode
-from prorsa.lifecycle.snapshot import Snapshot, Transition
+from prorsa.lifecycle.snapshot import MODES, Snapshot, Transition
 from prorsa.lifecycle.states import State
-
-MODES = (SandboxMode.PREWARMED.value, SandboxMode.COLD.value)
-"""Names of the codes in `Snapshot.mode`."""
 
 SLICES = 8
 """The sampler's launches are placed in time by evaluating Eq. 2-4 at so many horizons up to H."""

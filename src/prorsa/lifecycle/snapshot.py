@@ -8,11 +8,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from prorsa.lifecycle.events import Event
+from prorsa.lifecycle.events import Event, SandboxMode
 from prorsa.lifecycle.states import State
 
 NONE = -1
 """The code of "no name": no tool yet, no sandbox, no instance."""
+MODES = (SandboxMode.PREWARMED, SandboxMode.COLD)
+"""By their codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Snapshot:
     instance: NDArray[np.int32]
     """The instance that serves it in PREFILL and DECODE, else NONE."""
     mode: NDArray[np.int8]
-    """SANDBOX_STARTING: 0 prewarmed, 1 cold; else NONE."""
+    """SANDBOX_STARTING: index into `MODES`; else NONE."""
     image: NDArray[np.int32]
     node_class: NDArray[np.int32]
     concurrency: NDArray[np.int32]
@@ -88,15 +90,15 @@ class Transition(NamedTuple):
     """The `turn` column before the event."""
     task: str
     group: str
-    tool: str | None
-    """The tool that ran, when `before` is TOOL."""
-    instance: str | None
-    """The instance that served it, when `before` is PREFILL or DECODE."""
-    mode: str | None
-    """`SandboxMode` of the startup, when `before` is SANDBOX_STARTING; so are the next two."""
-    image: str | None
-    node_class: str | None
     concurrency: int
     """The `concurrency` column of `before`; 0 where it has none."""
     sampled_at: float
     """When the trajectory was sampled, seconds."""
+    tool: str | None = None
+    """The tool that ran, when `before` is TOOL."""
+    instance: str | None = None
+    """The instance that served it, when `before` is PREFILL or DECODE."""
+    mode: str | None = None
+    """`SandboxMode` of the startup, when `before` is SANDBOX_STARTING; so are the next two."""
+    image: str | None = None
+    node_class: str | None = None

@@ -8,12 +8,13 @@ array copies however many trajectories have come and gone.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from prorsa.lifecycle import events as e
-from prorsa.lifecycle.snapshot import NONE, Names, Snapshot, Transition
+from prorsa.lifecycle.snapshot import MODES, NONE, Names, Snapshot, Transition
 from prorsa.lifecycle.states import LIVE, TRANSITIONS, State
 
 REMEMBERED = 65_536
@@ -48,10 +49,14 @@ _NAMED = {
     "node_class": "node_classes",
 }
 """The columns that hold codes, and the field of `Names` that each is decoded with."""
-_TRANSIENT = ("tool", "instance", "mode", "image", "node_class")
-"""What belongs to one state only, and is NONE in every other."""
+_TRANSIENT: dict[State, tuple[str, ...]] = {
+    State.SANDBOX_STARTING: ("mode", "image", "node_class"),
+    State.PREFILL: ("instance",),
+    State.DECODE: ("instance",),
+    State.TOOL: ("tool",),
+}
+"""The columns that belong to some states only, and are NONE in every other."""
 _STATES = tuple(State)
-_MODES = tuple(e.SandboxMode)
 _TURN_ENDS = (State.TOOL, State.REWARD)
 """Where a trajectory goes from DECODE when its turn is over."""
 
@@ -70,9 +75,9 @@ class IllegalTransition(Exception):
 class _Codes:
     """Names to small integers and back. A code is never reused unless it is released."""
 
-    def __init__(self) -> None:
-        self._codes: dict[str, int] = {}
-        self._names: list[str] = []
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self._codes = {name: code for code, name in enumerate(names)}
+        self._names = list(names)
         self._released: list[int] = []
         self._picture: tuple[str, ...] | None = None
 
@@ -80,8 +85,8 @@ class _Codes:
         code = self._codes.get(name)
         return self._new(name) if code is None else code
 
-    def name(self, code: int) -> str | None:
-        return None if code == NONE else self._names[code]
+    def name(self, code: int) -> str:
+        return self._names[code]
 
     def names(self) -> tuple[str, ...]:
         if self._picture is None:
@@ -114,7 +119,7 @@ class Tracker:
         self._ended: dict[str, State] = {}
         self._counts = {state: 0 for state in State if state in LIVE}
         self._entries = 0
-        self._codes = {name: _Codes() for name in _NAMED}
+        self._codes = {name: _Codes() for name in _NAMED} | {"mode": _Codes(MODES)}
         self._members: dict[int, int] = {}
         """Live trajectories by the code of their group, which is released with the last of them."""
         self._columns: dict[str, array[Any]] = {name: array(code) for name, code in _COLUMNS.items()}
@@ -144,7 +149,7 @@ class Tracker:
         columns = self._columns
         tokens_before = columns["tokens"][row]
         tokens = getattr(event, "tokens", tokens_before)
-        mode = columns["mode"][row]
+        transient = _TRANSIENT.get(before, ())
         transition = Transition(
             event=event,
             before=before,
@@ -153,16 +158,14 @@ class Tracker:
             tokens_before=tokens_before,
             tokens=tokens,
             turn=columns["turn"][row],
-            task=self._name("task", row) or "",
-            group=self._name("group", row) or "",
-            tool=self._name("tool", row),
-            instance=self._name("instance", row),
-            mode=None if mode == NONE else _MODES[mode],
-            image=self._name("image", row),
-            node_class=self._name("node_class", row),
+            task=self._name("task", row),
+            group=self._name("group", row),
             concurrency=columns["concurrency"][row],
             sampled_at=columns["sampled_at"][row],
+            **{name: self._name(name, row) for name in transient},
         )
+        for name in transient:
+            columns[name][row] = NONE
         self._counts[before] -= 1
         if before is State.DECODE and after in _TURN_ENDS:
             columns["turn"][row] += 1
@@ -228,11 +231,6 @@ class Tracker:
             turn=0,
             task=event.task,
             group=event.group,
-            tool=None,
-            instance=None,
-            mode=None,
-            image=None,
-            node_class=None,
             concurrency=0,
             sampled_at=event.time,
         )
@@ -244,11 +242,9 @@ class Tracker:
         columns["since"][row] = event.time
         columns["tokens"][row] = tokens
         columns["concurrency"][row] = 0
-        for name in _TRANSIENT:
-            columns[name][row] = NONE
         match event:
             case e.SandboxStarting():
-                columns["mode"][row] = _MODES.index(event.mode)
+                columns["mode"][row] = self._codes["mode"].code(event.mode)
                 columns["image"][row] = self._codes["image"].code(event.image)
                 columns["node_class"][row] = self._codes["node_class"].code(event.node_class)
                 columns["concurrency"][row] = self._counts[state]
@@ -261,7 +257,7 @@ class Tracker:
                 columns["tool"][row] = self._codes["tool"].code(event.tool)
                 columns["concurrency"][row] = self._counts[state]
 
-    def _name(self, column: str, row: int) -> str | None:
+    def _name(self, column: str, row: int) -> str:
         return self._codes[column].name(self._columns[column][row])
 
     def _join(self, group: str) -> int:
