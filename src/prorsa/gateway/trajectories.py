@@ -129,6 +129,11 @@ class Trajectories:
         try:
             ids = self._prompt_ids(trajectory, prompt)
             self._check(trajectory, len(ids))
+            if not trajectory.sampled:
+                self._sample(trajectory, len(ids))
+            if self._state(trajectory) is State.DECODE:
+                # Its framework said that it would tell of its tools, and did not.
+                self._tell(ToolStarted(self._now, trajectory.id, REPLY, trajectory.tokens))
         except BaseException:
             if not trajectory.sampled:
                 self._end(trajectory)
@@ -137,11 +142,6 @@ class Trajectories:
         self._forget(trajectory)
         if trajectory.turns:
             self.continued[how] += 1
-        if not trajectory.sampled:
-            self._sample(trajectory, len(ids))
-        if self._state(trajectory) is State.DECODE:
-            # Its framework said that it would tell of its tools, and did not.
-            self._tell(ToolStarted(self._now, trajectory.id, REPLY, trajectory.tokens))
         return trajectory, ids
 
     def answered(self, trajectory: Trajectory, tokens: int, context: Context, tool: str | None) -> None:
