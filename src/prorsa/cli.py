@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import signal
 import sys
@@ -20,7 +21,7 @@ from rich.console import Console
 from prorsa import commands
 from prorsa.assembly import checkpoint, new_run_dir
 from prorsa.cluster.turns import TurnFailed
-from prorsa.config import Config, ConfigError, dump_config, load_config
+from prorsa.config import Config, ConfigError, apply_override, dump_config, load_config
 from prorsa.engines.protocol import EngineError
 from prorsa.engines.sglang import SGLangEngine
 from prorsa.gateway.logs import JsonFormatter
@@ -37,11 +38,12 @@ from prorsa.report.progress import LiveProgress
 from prorsa.report.rundir import TRACE, read_run
 from prorsa.rollout.controller import RolloutFailed
 from prorsa.rollout.sandboxes.base import SandboxError
+from prorsa.simulation.experiments import plan as planning
 from prorsa.simulation.experiments import reproduce as reproduction
 from prorsa.simulation.experiments.compare import compare
-from prorsa.simulation.experiments.grid import ExperimentFailed
+from prorsa.simulation.experiments.grid import ExperimentFailed, Grid
 from prorsa.simulation.experiments.settings import FULL, QUICK, scenario_path, shipped_scenarios
-from prorsa.simulation.experiments.terminal import GridProgress, findings_tables
+from prorsa.simulation.experiments.terminal import GridProgress, advice_view, findings_tables
 from prorsa.simulation.measure import Limits
 from prorsa.simulation.scenario import load_scenario
 
@@ -96,6 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.set_defaults(command=verify)
     add_profile(subparsers)
     add_simulate(subparsers)
+    add_plan(subparsers)
     add_reproduce(subparsers)
     return parser
 
@@ -135,6 +138,33 @@ def add_simulate(subparsers: Subparsers) -> None:
     sub.add_argument("--workers", type=int, default=2, help="processes (default 2)")
     sub.add_argument("--dry-run", action="store_true", help="print the resolved scenario and stop")
     sub.set_defaults(command=simulate)
+
+
+def add_plan(subparsers: Subparsers) -> None:
+    text = "simulate ways to run a rollout, and say whether to split prefill from decode, how, and what it would gain"
+    sub = subparsers.add_parser("plan", help=text, description=text)
+    source = sub.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", metavar="RUN|TRACE", help="recorded trajectories: a run directory or a trace")
+    source.add_argument("--workload", choices=("math", "coding-agent", "general-agent"), help="a model of a task")
+    sub.add_argument(
+        "--profile", action="append", required=True, metavar="NAME|FILE", help="of the model; may be repeated"
+    )
+    sub.add_argument(
+        "--decode-profile", action="append", default=[], metavar="NAME|FILE", help="for decode instances only"
+    )
+    sub.add_argument("--gpus", type=int, required=True, help="GPUs of the cluster")
+    sub.add_argument("--concurrency", type=int, default=512, help="trajectories that live at once (default 512)")
+    sub.add_argument("--group-size", type=int, help="default 8 for math, else 32")
+    sub.add_argument(
+        "--staleness", type=int, default=0, help="weights versions to fall behind; 0 is synchronous (default)"
+    )
+    sub.add_argument("--seeds", type=int, default=4, help="runs of each of the last few ways (default 4)")
+    sub.add_argument("--workers", type=int, default=2, help="processes (default 2)")
+    sub.add_argument("--json", metavar="PATH", help="write every number")
+    sub.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="of the sections `workload` and `rollout`"
+    )
+    sub.set_defaults(command=make_plan)
 
 
 def add_reproduce(subparsers: Subparsers) -> None:
@@ -251,6 +281,34 @@ def simulate(parsed: argparse.Namespace) -> int:
     if parsed.json:
         console.print(f"{comparison_report.write_json(comparison, parsed.json)}", soft_wrap=True)
     console.print(f"report {comparison_report.write_page(comparison, parsed.out)}", soft_wrap=True)
+    return 0
+
+
+def make_plan(parsed: argparse.Namespace) -> int:
+    told: dict[str, Any] = {"workload": {"name": parsed.workload or "trace", "path": parsed.trace}, "rollout": {}}
+    for override in parsed.overrides:
+        apply_override(told, override)
+    if set(told) - {"workload", "rollout"}:
+        raise ConfigError(f"{' '.join(parsed.overrides)}: only workload.* and rollout.* can be replaced in a plan")
+    request = planning.request(
+        told["workload"],
+        told["rollout"],
+        parsed.gpus,
+        parsed.profile,
+        parsed.decode_profile,
+        concurrency=parsed.concurrency,
+        group_size=parsed.group_size,
+        staleness=parsed.staleness,
+        seeds=parsed.seeds,
+    )
+    if parsed.workers < 1:
+        raise ConfigError(f"--workers={parsed.workers}: write a number of 1 or more")
+    with GridProgress(console) as progress, reproduction.pool(parsed.workers) as executor:
+        advice = planning.plan(request, Grid(executor, progress=progress))
+    for shown in advice_view(request, advice):
+        console.print(shown, highlight=False)
+    if parsed.json:
+        Path(parsed.json).write_text(json.dumps(planning.exact(request, advice), indent=2) + "\n", encoding="utf-8")
     return 0
 
 

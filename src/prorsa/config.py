@@ -270,7 +270,7 @@ def read_yaml(path: str | Path, overrides: list[str] | None = None, what: str = 
     if not isinstance(data, dict):
         raise ConfigError(f"{what}={path}: holds {type(data).__name__}; a mapping of sections is needed")
     for override in overrides or []:
-        _apply(data, override)
+        apply_override(data, override)
     return data
 
 
@@ -286,7 +286,8 @@ def validated(section: type[S], data: dict[str, Any], where: str = "") -> S:
         raise ConfigError("\n".join(where + _explain(problem) for problem in error.errors())) from error
 
 
-def _apply(data: dict[str, Any], override: str) -> None:
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Replace one value, given as `section.key=value` (YAML), in the mapping. Raises `ConfigError`."""
     key, separator, value = override.partition("=")
     if not separator or not key:
         raise ConfigError(f"override {override!r}: write it as section.key=value")

@@ -18,6 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from prorsa.simulation.outcome import RunOutcome
+from prorsa.simulation.profile import load_profile
 from prorsa.simulation.run import run_scenario
 from prorsa.simulation.scenario import PolicySection, Scenario
 
@@ -49,8 +50,10 @@ class Job:
 
 def _contents(scenario: Scenario) -> list[str]:
     """Hashes of the files that the scenario names."""
-    named = [scenario.workload.path, scenario.hardware.profile, scenario.hardware.decode_profile]
-    paths = [Path(name) for name in named if name is not None and Path(name).exists()]
+    paths = [] if scenario.workload.path is None else [Path(scenario.workload.path)]
+    for name in (scenario.hardware.profile, scenario.hardware.decode_profile):
+        if name is not None and Path(name).is_file():
+            paths += [Path(name), Path(name).parent / load_profile(name).grid]
     return [_digest(file) for path in paths for file in sorted(path.rglob("*") if path.is_dir() else [path])]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -34,7 +35,12 @@ def figures_named(names: Sequence[str]) -> list[Figure]:
 
 
 def pool(workers: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_quiet)
+
+
+def _quiet() -> None:
+    """A run that ends in the middle of a role switch warns of it; in a simulation that is of no interest."""
+    logging.getLogger("prorsa").setLevel(logging.ERROR)
 
 
 def reproduce(figures: Sequence[Figure], budget: Budget, kept: Path, progress: Progress, workers: int) -> list[Section]:
