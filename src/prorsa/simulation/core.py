@@ -541,7 +541,8 @@ class Core:
             self._close_books(job, now)
             job.stage = Stage.ENDED
         self.jobs.clear()
-        self._end = NEVER
+        self.ranks = []
+        self._steps, self._end = 0, NEVER
         self._timers.clear()
         self._reports.clear()
 
