@@ -35,7 +35,6 @@ from prorsa.report.characterise import (
     TurnCache,
     characterise,
     intra_class_correlation,
-    volumes,
 )
 from prorsa.report.rundir import read_run
 from prorsa.report.volumes import Volume, distribution, ratio_spread
@@ -149,11 +148,15 @@ def test_a_trajectory_that_is_dropped_or_still_runs_is_in_no_mean() -> None:
     assert described.live_mean == pytest.approx((18 + 18) / 18)
 
 
-def test_volumes_alone() -> None:
-    assert volumes(TWO, [(0.0, 10.0), (10.0, 33.0)], cache=CACHE) == [
-        Volume(0.0, 10.0, 310.0, 246.0, 43.0),
-        Volume(10.0, 33.0, 180.0, 30.0, 67.0),
-    ]
+def test_a_decode_of_next_to_no_time_leaves_the_others_alone() -> None:
+    late = 1e5
+    events: list[Event] = [Sampled(0.0, "c", "g", "x"), Ready(0.0, "c", 9), PrefillStarted(0.0, "c", "p")]
+    events += [DecodeStarted(late, "c", "d"), ToolStarted(math.nextafter(late, math.inf), "c", "bash", 1_000_009)]
+    events += [Ready(late + 1, "c", 1_000_010), PrefillStarted(late + 1, "c", "p"), DecodeStarted(late + 1, "c", "d")]
+    events += [RewardStarted(2 * late, "c", 1_000_110), Done(3 * late, "c", 0.0, True)]
+    first, rest = characterise(events, steps=[StepSpan(1, 0.0, late + 1), StepSpan(2, late + 1, 3 * late)]).steps
+    assert first.volume.decoded_tokens == 1_000_000
+    assert rest.volume.decoded_tokens == pytest.approx(100)
 
 
 @settings(max_examples=30, deadline=None)

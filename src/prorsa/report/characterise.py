@@ -11,6 +11,7 @@ own former context lacks: what was appended since, or everything where the conte
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +24,6 @@ from prorsa.lifecycle import (
     Done,
     Dropped,
     Event,
-    PrefillStarted,
     Ready,
     Requeued,
     RewardStarted,
@@ -37,6 +37,8 @@ from prorsa.report.volumes import Distribution, Floats, Volume, distribution, ra
 MEASURED, IDEAL = "measured", "ideal"
 CURVE_POINTS = 101
 """Of the cumulative curves of a step."""
+AT_ONCE = 0.001
+"""A decode that is shorter, in seconds, counts as a whole when it ends: its rate would drown the others in rounding errors."""
 
 PARTS = {
     "sandbox": (State.SAMPLED, State.SANDBOX_STARTING),
@@ -219,17 +221,6 @@ def characterise(
     return _Description(ledger, steps, window_s).characterisation()
 
 
-def volumes(
-    events: Iterable[Event], bounds: Sequence[tuple[float, float]], *, cache: Cache | None = None
-) -> list[Volume]:
-    """The tokens in each (start, end] alone. Raises `BadEvents`."""
-    ledger = _Ledger(cache)
-    for event in events:
-        ledger.apply(event)
-    flows = _Flows(ledger)
-    return [flows.volume(start, end) for start, end in bounds]
-
-
 @dataclass(slots=True)
 class _Life:
     """A trajectory while its events go by."""
@@ -282,7 +273,8 @@ class _Ledger:
         self.dropped = 0
         self.ideal_tokens = 0
         self.repeated_tokens = 0
-        self.start = self.end = 0.0
+        self.start, self.end = math.inf, -math.inf
+        """Of all events."""
 
     def apply(self, event: Event) -> None:
         if type(event) is Sampled:
@@ -299,16 +291,13 @@ class _Ledger:
         if not elapsed >= 0:
             raise BadEvents(f"its time is before the trajectory's last event, {life.since}")
         life.spent[life.state] += elapsed
-        if not isinstance(event, PrefillStarted):
-            self._account(event, life, elapsed)
+        self._account(event, life, elapsed)
         life.state, life.since = after, event.time
         self.end = max(self.end, event.time)
 
     def _sample(self, event: Sampled) -> None:
         if event.trajectory in self.lives:
             raise BadEvents("a trajectory is sampled once")
-        if not self.lives:
-            self.start = self.end = event.time
         self.lives[event.trajectory] = _Life(event.group, event.time, event.time)
         self.tasks[event.task] += 1
         self.start, self.end = min(self.start, event.time), max(self.end, event.time)
@@ -419,7 +408,7 @@ class _Flows:
         self._prompts = _Lumps(times, ledger.prefills[1])
         self._uncached = _Lumps(times, ledger.prefills[2])
         starts, ends, tokens = (ledger.decodes[index] for index in range(3))
-        at_once = starts == ends
+        at_once = ends - starts < AT_ONCE
         self._instant = _Lumps(ends[at_once], tokens[at_once])
         self._spread = _Ramps(starts[~at_once], ends[~at_once], tokens[~at_once])
 

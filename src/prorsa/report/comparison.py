@@ -102,12 +102,12 @@ class PolicyOutcome:
         return ratio_spread(volume.ratio for volume in self.step_volumes)
 
     @property
-    def kv_mean(self) -> float:
-        return fmean(share for _, share in self.kv_use) if self.kv_use else 0.0
+    def kv_mean(self) -> float | None:
+        return fmean(share for _, share in self.kv_use) if self.kv_use else None
 
     @property
-    def kv_peak(self) -> float:
-        return max((share for _, share in self.kv_use), default=0.0)
+    def kv_peak(self) -> float | None:
+        return max((share for _, share in self.kv_use), default=None)
 
 
 def _over(volumes: Sequence[Volume]) -> Volume:
