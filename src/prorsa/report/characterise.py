@@ -38,7 +38,7 @@ MEASURED, IDEAL = "measured", "ideal"
 CURVE_POINTS = 101
 """Of the cumulative curves of a step."""
 AT_ONCE = 0.001
-"""A decode that is shorter, in seconds, counts as a whole when it ends: its rate would drown the others in rounding errors."""
+"""Seconds. A shorter decode counts as a whole when it ends: its rate would drown the others in rounding errors."""
 
 PARTS = {
     "sandbox": (State.SAMPLED, State.SANDBOX_STARTING),
