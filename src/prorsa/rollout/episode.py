@@ -110,6 +110,9 @@ class Episode:
         self._environment = environment
         self._ports = ports
         self._transcript = environment.transcript(())
+        self._sampling = replace(
+            environment.bounds.sampling, stop_token_ids=environment.tokenizer.eos_ids, seed=launch.seed
+        )
         self._last: events.Event | None = None
         """The last step that was handed to `record`; no trajectory exists before there is one."""
         self._recorded = True
@@ -185,12 +188,9 @@ class Episode:
         room = bounds.max_context - len(self._transcript)
         if room < 1:
             raise NoRoom(f"the prompt has {len(self._transcript)} tokens, max_context is {bounds.max_context}")
-        sampling = replace(
-            bounds.sampling,
-            max_new_tokens=min(bounds.sampling.max_new_tokens, room),
-            stop_token_ids=tokenizer.eos_ids,
-            seed=self.launch.seed,
-        )
+        sampling = self._sampling
+        if room < sampling.max_new_tokens:
+            sampling = replace(sampling, max_new_tokens=room)
         transcript = self._transcript
         request = TurnRequest(self.launch.trajectory, transcript.turns, transcript.context, sampling)
         result = await self._ports.generate(request)
