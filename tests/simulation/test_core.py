@@ -408,6 +408,18 @@ def test_a_cancelled_request_finds_its_kv_on_another_instance() -> None:
     assert bench.jobs["a.0.1"][0][1].fetched == 252
 
 
+def test_a_prefill_that_is_cancelled_while_it_waits_for_a_decode_is_found_elsewhere() -> None:
+    bench = Bench(store=True, kv_tokens=300, ranks=1)
+    prefill, other, decode = bench.core(Role.PREFILL), bench.core(Role.PREFILL), bench.core(Role.DECODE)
+    bench.ask_pair(0.0, prefill, decode, "a.0.0", prompt=250, target=45)
+    bench.ask_pair(10.0, prefill, decode, "b.0.0", prompt=200, target=2)
+    bench.abort(20.0, "b.0.0")
+    bench.ask_pair(30.0, other, decode, "b.0.1", prompt=200, target=2)
+    bench.run()
+    assert bench.seen["b.0.0/prefill"].reports == [(20.0, 0, FinishReason.ABORT)]
+    assert bench.jobs["b.0.1"][0][1].fetched == 199
+
+
 def test_kv_of_other_weights_is_not_fetched() -> None:
     bench = Bench(store=True)
     old, new = bench.core(), bench.core(version=1)

@@ -23,11 +23,13 @@ from prorsa.engines.protocol import (
     Load,
     Role,
 )
-from prorsa.simulation.core import NEVER, Core, Handover, Job, KvStore, StepTimes
+from prorsa.simulation.core import NEVER, Core, StepTimes
 from prorsa.simulation.costs import StepCosts
 from prorsa.simulation.model import Stream
 from prorsa.simulation.profile import Profile
+from prorsa.simulation.ranks import Job
 from prorsa.simulation.statistics import ConservationError, Ledger, Statistics
+from prorsa.simulation.transfer import Handover, KvStore
 
 __all__ = ["ConservationError", "SimulatedCluster", "SimulatedEngine", "Statistics"]
 
@@ -248,18 +250,18 @@ class SimulatedEngine:
         return leg
 
     def _refuse(self, request: GenerateRequest) -> None:
-        asked = f"engine {self.name}: asked {request.rid}"
+        """Raises `EngineBusy` or `EngineError` where it cannot serve the request."""
         if self._occupied is not None:
-            raise EngineBusy(f"{asked}; it is busy with {self._occupied}")
+            raise EngineBusy(f"engine {self.name}: asked {request.rid}; it is busy with {self._occupied}")
         if self.refuse > 0:
             self.refuse -= 1
-            raise EngineBusy(f"{asked}; its queue is full")
+            raise EngineBusy(f"engine {self.name}: asked {request.rid}; its queue is full")
         if request.rid in self._legs:
-            raise EngineError(f"{asked}; it serves that already")
+            raise EngineError(f"engine {self.name}: asked {request.rid}; it serves that already")
         bootstrap, role = request.bootstrap, self.core.role
         elsewhere = role is Role.PREFILL and bootstrap is not None and bootstrap.host != self.bootstrap_host
         if (bootstrap is None) != (role is Role.MIXED) or elsewhere:
-            raise EngineError(f"{asked} with {bootstrap}; it is a {role} instance")
+            raise EngineError(f"engine {self.name}: asked {request.rid} with {bootstrap}; it is a {role} instance")
 
     def _job(self, request: GenerateRequest, leg: _Leg) -> Job:
         prompt = len(request.input_ids)

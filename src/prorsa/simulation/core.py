@@ -17,365 +17,25 @@ the ranks, never the batch.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
-from enum import Enum
 from heapq import heappop, heappush
 from itertools import count
 
 from prorsa.engines.protocol import FinishReason, Role
 from prorsa.simulation.costs import StepCosts
 from prorsa.simulation.profile import Profile
+from prorsa.simulation.ranks import Job, Rank, Stage
 from prorsa.simulation.statistics import ConservationError, Ledger, Statistics
+from prorsa.simulation.transfer import KvStore
 
 MAX_JUMP = 1024
 """Steps of one event, so that the context does not grow over several points of the grid."""
 WINDOW = 1024
 """Contexts between which the cost of a decode step is taken to be linear: the grids' points are no closer."""
-WATERMARK = 0.01
-"""Share of a rank's pool that must stay free when a request joins others, so that it is not retracted at once."""
 UNBALANCED = 1.5
 """How much more KV cache than the least loaded rank the one may have to which a prefix calls a request."""
 NEVER = math.inf
-
-
-class Stage(Enum):
-    """Where a request is on an instance."""
-
-    FETCHING = "fetching"
-    """Its prefix comes from the KV store."""
-    QUEUED = "queued"
-    """For prompt work."""
-    PREFILLING = "prefilling"
-    SENDING = "sending"
-    """Prefilled; its KV cache is on the way to the decode instance."""
-    UNPLACED = "unplaced"
-    """Waits for room on a decode rank."""
-    RESERVED = "reserved"
-    """Has room on a decode rank; its KV cache is on the way."""
-    ARRIVED = "arrived"
-    """Its KV cache is there; waits to join a batch."""
-    DECODING = "decoding"
-    ENDED = "ended"
-
-
-class Job:
-    """One leg of a request on one instance. Lengths in tokens."""
-
-    __slots__ = (
-        "aborting",
-        "base",
-        "cached",
-        "cached_prompt",
-        "computed",
-        "done",
-        "end",
-        "fetched",
-        "first_prompt",
-        "generated",
-        "handover",
-        "in_step",
-        "prompt",
-        "question",
-        "rank",
-        "report",
-        "resident",
-        "stage",
-        "target",
-        "told",
-        "trajectory",
-        "work",
-    )
-
-    def __init__(
-        self,
-        *,
-        trajectory: str,
-        question: int,
-        prompt: int,
-        target: int,
-        first_prompt: int,
-        report: Callable[[Job, FinishReason | None], None],
-        handover: Handover | None,
-    ) -> None:
-        """`target` tokens are to be generated; `first_prompt` is the part of the prompt that its group shares.
-
-        `report` is called when there is something to stream: `generated` has grown, or the job ends.
-        """
-        self.trajectory = trajectory
-        self.question = question
-        self.prompt = prompt
-        self.target = target
-        self.first_prompt = first_prompt
-        self.report = report
-        self.handover = handover
-        self.stage = Stage.QUEUED
-        self.rank: Rank = None  # type: ignore[assignment]
-        self.generated = 0
-        """While it decodes: as of when it joined its batch, or was last counted."""
-        self.told = 0
-        """Of `generated`, what its stream has had."""
-        self.base = 0
-        """While it decodes: its context less the rank's steps."""
-        self.end = 0
-        """The step of its rank with which it ends."""
-        self.work = 0
-        """Prompt tokens that the rank still expects to compute for it."""
-        self.cached_prompt = 0
-        """Of the request's own prompt, what was not computed; known when its prefill is done."""
-        self.done = self.cached = self.fetched = self.computed = 0
-        """Of the prefill in progress: tokens that are there, and where they came from."""
-        self.resident = False
-        """Whether the rank counts it among those that hold its group's first prompt."""
-        self.in_step = False
-        """Whether the present step prefills it."""
-        self.aborting = False
-        """Whether it ends with the present step."""
-
-    @property
-    def context(self) -> int:
-        return self.prompt + self.generated
-
-
-class Rank:
-    """One attention DP rank. KV cache in tokens."""
-
-    __slots__ = (
-        "arrived",
-        "backlog",
-        "batch",
-        "cache",
-        "cached",
-        "capacity",
-        "chunk",
-        "context",
-        "cost",
-        "ends",
-        "floor",
-        "groups",
-        "held",
-        "index",
-        "link_busy",
-        "low",
-        "pause",
-        "paused",
-        "priced",
-        "queue",
-        "running",
-        "serving",
-        "slope",
-        "step",
-        "work",
-    )
-
-    def __init__(self, index: int, capacity: int) -> None:
-        self.index = index
-        self.capacity = capacity
-        self.queue: deque[Job] = deque()
-        self.chunk: list[tuple[Job, int]] = []
-        """What the present step prefills: (request, tokens)."""
-        self.work = 0
-        """Prompt tokens to compute, of queued and prefilling requests."""
-        self.backlog = 0
-        """Prompt tokens of requests that wait for their prefill to start."""
-        self.serving = 0
-        """Requests whose prefill has started and not ended."""
-        self.running: dict[Job, None] = {}
-        """The decoding requests, oldest first."""
-        self.ends: list[tuple[int, int, Job]] = []
-        """A heap of (step, serial, request) of all decoding ones, and of some that have gone."""
-        self.step = 0
-        """Decode steps that it has made."""
-        self.batch = 0
-        self.context = 0
-        """KV cache of the decoding requests."""
-        self.held = 0
-        """KV cache of all other live requests."""
-        self.cache: OrderedDict[str, tuple[int, int, bool]] = OrderedDict()
-        """trajectory -> (tokens, question, resident) of evictable prefixes, the least recently used first."""
-        self.cached = 0
-        self.groups: dict[int, int] = {}
-        """question -> how many live or cached contexts start with its prompt."""
-        self.link_busy = 0.0
-        """Until when its network interfaces are taken."""
-        self.pause = 0.0
-        """How long its decodes have stood still, and how many of them."""
-        self.paused = 0
-        self.cost = 0.0
-        """Of its part of the present step, seconds."""
-        self.priced = -1
-        """The batch for which `low` and `slope` hold, for mean contexts from `floor` to `floor + WINDOW`."""
-        self.floor = 0
-        self.low = 0.0
-        self.slope = 0.0
-
-    @property
-    def live(self) -> int:
-        return self.held + self.context
-
-    def fits(self, tokens: int) -> bool:
-        """Whether so many tokens may join those that live here; an empty rank takes any request."""
-        live = self.held + self.context
-        return live == 0 or live + tokens <= self.capacity * (1 - WATERMARK)
-
-    def put(self, job: Job, tokens: int) -> None:
-        """Keep the job's KV cache as an evictable prefix."""
-        self.drop(job.trajectory)
-        self.cache[job.trajectory] = (tokens, job.question, job.resident)
-        self.cached += tokens
-        job.resident = False
-
-    def take(self, job: Job) -> int:
-        """The job takes its trajectory's prefix over; returns how long it is."""
-        entry = self.cache.pop(job.trajectory, None)
-        if entry is None:
-            return 0
-        tokens, question, resident = entry
-        self.cached -= tokens
-        if resident and job.resident:
-            self.leave(question)
-        job.resident = job.resident or resident
-        return tokens
-
-    def drop(self, trajectory: str) -> None:
-        entry = self.cache.pop(trajectory, None)
-        if entry is not None:
-            tokens, question, resident = entry
-            self.cached -= tokens
-            if resident:
-                self.leave(question)
-
-    def trim(self) -> None:
-        """Evict prefixes until everything fits."""
-        while self.held + self.context + self.cached > self.capacity:
-            if not self.cache:
-                raise ConservationError(
-                    f"rank {self.index} holds {self.live} tokens of KV cache, its capacity is {self.capacity}"
-                )
-            self.drop(next(iter(self.cache)))
-
-    def join(self, job: Job) -> None:
-        """The job's context holds its group's first prompt from now on."""
-        if not job.resident:
-            job.resident = True
-            self.groups[job.question] = self.groups.get(job.question, 0) + 1
-
-    def leave(self, question: int) -> None:
-        left = self.groups[question] - 1
-        if left:
-            self.groups[question] = left
-        else:
-            del self.groups[question]
-
-
-class KvStore:
-    """The KV store outside the instances: everything is written through one shared link and nothing is forgotten."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self._rate = bytes_per_s
-        self._busy = 0.0
-        self._contexts: dict[str, tuple[int, int]] = {}
-        self._prompts: dict[int, tuple[int, int]] = {}
-
-    def stored(self, job: Job, version: int) -> int:
-        """How many tokens of the job's context it has under these weights."""
-        own = self._contexts.get(job.trajectory)
-        if own is not None and own[0] == version:
-            return own[1]
-        group = self._prompts.get(job.question)
-        return group[1] if group is not None and group[0] == version else 0
-
-    def write(self, job: Job, tokens: int, version: int, token_bytes: int, now: float) -> None:
-        """Keep the first `tokens` of the job's context; only what is new moves."""
-        present = self._contexts.get(job.trajectory)
-        if present is not None and present[0] > version:
-            return
-        more = tokens - self.stored(job, version)
-        if more <= 0:
-            return
-        self.move(more * token_bytes, now)
-        self._contexts[job.trajectory] = (version, tokens)
-        if tokens >= job.first_prompt > 0:
-            self._prompts[job.question] = (version, job.first_prompt)
-
-    def delay(self, size: float, now: float) -> float:
-        """How long `size` bytes would take now, what waits before them included, seconds."""
-        return max(self._busy - now, 0.0) + size / self._rate
-
-    def move(self, size: float, now: float) -> float:
-        """Take the link for `size` bytes; returns when they are there."""
-        self._busy = max(self._busy, now) + size / self._rate
-        return self._busy
-
-
-class Handover:
-    """The KV cache of one request on its way from a prefill rank to a decode rank.
-
-    Tokens move as soon as they are there and the decode side has room, first come first served on both ranks' links; so
-    all but the last chunk moves while the prefill goes on. When the last one has arrived, both sides are told.
-    """
-
-    __slots__ = ("arrival", "broken", "moved", "receiver", "sender", "taken", "unsent", "whole")
-
-    def __init__(self) -> None:
-        self.sender: tuple[Core, Job] | None = None
-        """Known once the prefill is served."""
-        self.receiver: tuple[Core, Job] | None = None
-        """Known once the decode has room."""
-        self.taken: list[tuple[Core, Job]] = []
-        """Every side that has asked for it so far."""
-        self.unsent = 0
-        self.moved = 0
-        self.arrival = 0.0
-        self.whole = False
-        self.broken = False
-
-    def meet(self, core: Core, job: Job, now: float) -> None:
-        """A leg has come. It has to end where the other one is gone already, or has other weights."""
-        self.taken.append((core, job))
-        if self.broken or self.taken[0][0].version != core.version:
-            self.snap(job, now)
-            core.abort(job, now)
-
-    def offer(self, tokens: int, now: float) -> None:
-        self.unsent += tokens
-        self._move(now)
-
-    def complete(self, now: float) -> None:
-        """Nothing more will be offered."""
-        self.whole = True
-        self._move(now)
-
-    def accept(self, core: Core, job: Job, now: float) -> None:
-        """The decode side has room."""
-        self.receiver = (core, job)
-        self._move(now)
-
-    def snap(self, job: Job, now: float) -> None:
-        """One side is gone before the end: the other cannot go on."""
-        if self.broken:
-            return
-        self.broken = True
-        for core, other in self.taken:
-            if other is not job:
-                core.abort(other, now)
-
-    def _move(self, now: float) -> None:
-        if self.sender is None or self.receiver is None or self.broken:
-            return
-        (source, sent), (target, received) = self.sender, self.receiver
-        if self.unsent:
-            rate = min(source.profile.network_bytes_per_s, target.profile.network_bytes_per_s)
-            start = max(now, sent.rank.link_busy, received.rank.link_busy)
-            self.arrival = start + self.unsent * source.profile.kv_bytes / rate
-            sent.rank.link_busy = received.rank.link_busy = self.arrival
-            source.statistics.moved_tokens += self.unsent
-            self.moved += self.unsent
-            self.unsent = 0
-        if self.whole:
-            at = max(self.arrival, now) + source.profile.network_latency_s
-            source.at(at, sent)
-            target.at(at, received)
 
 
 class StepTimes:
@@ -385,7 +45,7 @@ class StepTimes:
         self.prefill = costs.prefill_local
         self._costs = costs
         self._decode: dict[tuple[int, int], tuple[float, float]] = {}
-        self._shared: dict[tuple[bool, float, float], float] = {}
+        self._shared: dict[tuple[float, float], float] = {}
         self._token_s: dict[tuple[int, int], float] = {}
 
     def decode(self, batch: int, floor: int) -> tuple[float, float]:
@@ -397,13 +57,12 @@ class StepTimes:
         return known
 
     def shared(self, extending: bool, mean: float, most: float) -> float:
-        key = (extending, mean, most)
-        known = self._shared.get(key)
-        if known is None:
-            known = self._costs.shared(extending, mean, most)
+        if extending:
             # Chunks have any length: only decodes come back to the same sums.
-            if not extending:
-                self._shared[key] = known
+            return self._costs.shared(True, mean, most)
+        known = self._shared.get((mean, most))
+        if known is None:
+            known = self._shared[mean, most] = self._costs.shared(False, mean, most)
         return known
 
     def prefill_token(self, prefix: int, chunk: int) -> float:
@@ -519,6 +178,15 @@ class Core:
         self._unplaced.append(job)
         job.handover.meet(self, job, now)
         self._place_decodes(now)
+        self.changed()
+
+    def arrive(self, job: Job, now: float) -> None:
+        """The KV cache of a request that has room here is there."""
+        assert job.stage is Stage.RESERVED
+        job.stage = Stage.ARRIVED
+        job.handover = None
+        self._arrived.append(job)
+        self._cut(now)
         self.changed()
 
     def abort(self, job: Job, now: float) -> None:
@@ -677,9 +345,8 @@ class Core:
         rank.work += job.context - job.done - job.work
         job.work = job.context - job.done
         job.stage = Stage.PREFILLING
-        if job.handover is not None and self.role is Role.PREFILL:
-            job.handover.sender = (self, job)
-            job.handover.offer(job.done, now)
+        if self.role is Role.PREFILL and job.handover is not None:
+            job.handover.offer(self, job, job.done, now)
         return True
 
     def _form_chunk(self, rank: Rank, now: float) -> None:
@@ -707,11 +374,10 @@ class Core:
             job.work -= tokens
             rank.work -= tokens
             self.statistics.prefilled_tokens += tokens
-            handed = job.handover if self.role is Role.PREFILL else None
-            if handed is not None:
-                handed.offer(tokens, now)
             if job.done == job.context:
                 self._prefilled(rank, job, now)
+            if self.role is Role.PREFILL and job.handover is not None:
+                job.handover.offer(self, job, tokens, now)
         rank.chunk.clear()
 
     def _prefilled(self, rank: Rank, job: Job, now: float) -> None:
@@ -728,8 +394,6 @@ class Core:
             job.cached_prompt = job.cached + job.fetched
         if self.role is Role.PREFILL:
             job.stage = Stage.SENDING
-            assert job.handover is not None
-            job.handover.complete(now)
             return
         rank.held -= job.context + 1
         self._first_token(job, now)
@@ -764,16 +428,11 @@ class Core:
         if job.stage is Stage.FETCHING:
             self._queue(job, now)
         elif job.stage is Stage.SENDING:
-            self.ledger.handed += job.context
-            job.handover.moved = 0  # type: ignore[union-attr]
-            job.handover = None
+            assert job.handover is not None
+            handover, job.handover = job.handover, None
             self._finish(job, FinishReason.LENGTH, now)
             self._cut(now)
-        elif job.stage is Stage.RESERVED:
-            job.stage = Stage.ARRIVED
-            job.handover = None
-            self._arrived.append(job)
-            self._cut(now)
+            self.ledger.handed += handover.land(now)
 
     def _join_batches(self, now: float) -> None:
         """Arrived requests start to decode where the batch has room."""
@@ -829,12 +488,20 @@ class Core:
         rank.batch -= 1
         rank.context -= job.context
         del rank.running[job]
+        # The first of the ends is always one that will be.
+        ends = rank.ends
+        while ends and not (
+            ends[0][2].stage is Stage.DECODING and ends[0][2].end == ends[0][0] and ends[0][2].rank is rank
+        ):
+            heappop(ends)
+        if not rank.batch:
+            rank.paused, rank.pause = 0, 0.0
 
     # The end of a request.
 
     def _finish(self, job: Job, reason: FinishReason, now: float) -> None:
         """Free what it holds, keep its KV cache where it can be found again, and tell its stream."""
-        rank, stage = job.rank, job.stage
+        rank = job.rank
         kept = self._release(job, now)
         if kept and self.role is not Role.DECODE:
             rank.put(job, kept)
@@ -842,7 +509,8 @@ class Core:
         elif job.resident:
             job.resident = False
             rank.leave(job.question)
-        if kept and stage is not Stage.SENDING:
+        # What was handed over, the decode side writes when it has more.
+        if kept and reason is not FinishReason.LENGTH:
             self._write_through(job, kept, now)
         self._close_books(job, now)
         job.stage = Stage.ENDED
@@ -891,9 +559,7 @@ class Core:
         if job.stage is Stage.DECODING:
             job.generated = self.generated(job)
         if job.handover is not None:
-            self.ledger.lost += job.handover.moved
-            job.handover.moved = 0
-            job.handover.snap(job, now)
+            self.ledger.lost += job.handover.snap(job, now)
             job.handover = None
 
     def _write_through(self, job: Job, tokens: int, now: float) -> None:
@@ -909,7 +575,9 @@ class Core:
             for rank in self._extending:
                 self._chunk_done(rank, now)
             for rank in self._decoding:
-                self._end_decodes(rank, now)
+                ends = rank.ends
+                while ends and ends[0][0] <= rank.step:
+                    self._finish(ends[0][2], FinishReason.STOP, now)
             self._extending, self._decoding = [], []
             self._steps = 0
         for job in self._ending:
@@ -921,18 +589,6 @@ class Core:
         if self._arrived:
             self._join_batches(now)
         self._begin(now)
-
-    def _end_decodes(self, rank: Rank, now: float) -> None:
-        ends, step = rank.ends, rank.step
-        while ends and (ends[0][0] <= step or not self._is_end(rank, ends[0])):
-            entry = heappop(ends)
-            if self._is_end(rank, entry):
-                self._finish(entry[2], FinishReason.STOP, now)
-
-    @staticmethod
-    def _is_end(rank: Rank, entry: tuple[int, int, Job]) -> bool:
-        step, _, job = entry
-        return job.stage is Stage.DECODING and job.end == step and job.rank is rank
 
     def _begin(self, now: float) -> None:
         """Begin the next step or steps."""
@@ -956,48 +612,46 @@ class Core:
         if extending:
             self._begin_prefill(now)
         elif decoding:
-            self._begin_decodes(now)
+            # What was retracted may find room on another rank.
+            self._begin_decodes(now, 1 if retracted else MAX_JUMP)
         else:
             # Where a retraction has emptied every rank, what it has queued can start.
             self._end = now if retracted and self._queued else NEVER
 
     def _begin_prefill(self, now: float) -> None:
-        most = tokens = 0
-        own = slowest = 0.0
-        for rank in self._extending:
-            share = sum(tokens for _, tokens in rank.chunk)
-            tokens += share
-            most = max(most, share)
-            own += rank.cost
-            slowest = max(slowest, rank.cost)
-        for rank in self._decoding:
-            self._price(rank)
-            tokens += rank.batch
-            most = max(most, rank.batch)
-            own += rank.cost
-            slowest = max(slowest, rank.cost)
-        self._shared = self.times.shared(True, tokens / len(self.ranks), most)
+        loads = [sum(tokens for _, tokens in rank.chunk) for rank in self._extending]
+        loads += [rank.batch for rank in self._decoding]
+        costs = [rank.cost for rank in self._extending]
+        costs += [self._price(rank) for rank in self._decoding]
+        self._shared = self.times.shared(True, sum(loads) / len(self.ranks), max(loads))
+        own, slowest = sum(costs), max(costs)
         self._set_steps(1, now, slowest, slowest, own, own)
 
-    def _begin_decodes(self, now: float) -> None:
-        steps, tokens, most = MAX_JUMP, 0, 0
-        for rank in self._decoding:
-            ends, batch = rank.ends, rank.batch
-            while not self._is_end(rank, ends[0]):
-                heappop(ends)
-            steps = min(steps, ends[0][0] - rank.step, (rank.capacity - rank.held - rank.context) // batch)
+    def _begin_decodes(self, now: float, steps: int) -> None:
+        """As many as can be until a batch changes or a pool is full, but `steps` at most."""
+        tokens = most = 0
+        own = slowest = 0.0
+        decoding, price = self._decoding, self._price
+        for rank in decoding:
+            batch, left = rank.batch, rank.ends[0][0] - rank.step
+            if left < steps:
+                steps = left
+            room = rank.capacity - rank.held - rank.context
+            if room < steps * batch:
+                steps = room // batch
             tokens += batch
-            most = max(most, batch)
+            if batch > most:
+                most = batch
+            cost = price(rank)
+            own += cost
+            if cost > slowest:
+                slowest = cost
         if self._queued and self.prefill_every > self._since_prefill:
             steps = min(steps, self.prefill_every - self._since_prefill)
-        own = slowest = last_own = last = 0.0
-        for rank in self._decoding:
-            cost = self._price(rank)
-            own += cost
-            slowest = max(slowest, cost)
-            cost += rank.slope * (steps - 1)
-            last_own += cost
-            last = max(last, cost)
+        last, last_own = slowest, own
+        if steps > 1:
+            costs = [rank.cost + rank.slope * (steps - 1) for rank in decoding]
+            last, last_own = max(costs), sum(costs)
         self._shared = self.times.shared(False, tokens / len(self.ranks), most)
         self._set_steps(steps, now, slowest, last, own, last_own)
 
@@ -1049,8 +703,9 @@ class Core:
 
     def _cut(self, now: float) -> None:
         """Something has come: end the present steps at the next boundary, or begin when there are none."""
-        if not self._steps:
-            self._end = min(self._end, now)
+        if self._steps <= 1:
+            if not self._steps:
+                self._end = min(self._end, now)
             return
         steps = self._steps_until(now)
         if self._start + self._duration(steps) < now or steps == 0:

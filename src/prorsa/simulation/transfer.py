@@ -1,0 +1,134 @@
+"""How KV cache moves: from prefill to decode ranks, and to and from the KV store outside the instances.
+
+A link is a fluid that serves its transfers one after the other: all that is known of it is until when it is taken.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prorsa.simulation.ranks import Job
+
+if TYPE_CHECKING:
+    from prorsa.simulation.core import Core
+
+
+class KvStore:
+    """The KV store outside the instances: everything is written through one shared link and nothing is forgotten."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._rate = bytes_per_s
+        self._busy = 0.0
+        self._contexts: dict[str, tuple[int, int]] = {}
+        self._prompts: dict[int, tuple[int, int]] = {}
+
+    def stored(self, job: Job, version: int) -> int:
+        """How many tokens of the job's context it has under these weights."""
+        own = self._contexts.get(job.trajectory)
+        if own is not None and own[0] == version:
+            return own[1]
+        group = self._prompts.get(job.question)
+        return group[1] if group is not None and group[0] == version else 0
+
+    def write(self, job: Job, tokens: int, version: int, token_bytes: int, now: float) -> None:
+        """Keep the first `tokens` of the job's context; only what is new moves."""
+        present = self._contexts.get(job.trajectory)
+        if present is not None and present[0] > version:
+            return
+        more = tokens - self.stored(job, version)
+        if more <= 0:
+            return
+        self.move(more * token_bytes, now)
+        self._contexts[job.trajectory] = (version, tokens)
+        if tokens >= job.first_prompt > 0:
+            self._prompts[job.question] = (version, job.first_prompt)
+
+    def delay(self, size: float, now: float) -> float:
+        """How long `size` bytes would take now, what waits before them included, seconds."""
+        return max(self._busy - now, 0.0) + size / self._rate
+
+    def move(self, size: float, now: float) -> float:
+        """Take the link for `size` bytes; returns when they are there."""
+        self._busy = max(self._busy, now) + size / self._rate
+        return self._busy
+
+
+class Handover:
+    """The KV cache of one request on its way from a prefill rank to a decode rank.
+
+    Tokens move as soon as they are there and the decode side has room, first come first served on both ranks' links; so
+    all but the last chunk moves while the prefill goes on. It ends on both sides: when all has arrived, or as soon as one
+    side is gone.
+    """
+
+    __slots__ = ("arrival", "broken", "legs", "moved", "receiver", "sender", "unsent", "whole")
+
+    def __init__(self) -> None:
+        self.legs: list[tuple[Core, Job]] = []
+        """The sides that have come so far."""
+        self.sender: tuple[Core, Job] | None = None
+        """Known once the prefill is served."""
+        self.receiver: tuple[Core, Job] | None = None
+        """Known once the decode has room."""
+        self.unsent = 0
+        """Tokens that are there and not on their way."""
+        self.moved = 0
+        """Tokens that are or were on their way, until they are booked as handed over or lost."""
+        self.arrival = 0.0
+        """When the last of them arrive."""
+        self.whole = False
+        """Nothing more will be offered."""
+        self.broken = False
+
+    def meet(self, core: Core, job: Job, now: float) -> None:
+        """A leg has come. It has to end where the other one is gone already, or has other weights."""
+        self.legs.append((core, job))
+        if self.broken or self.legs[0][0].version != core.version:
+            self.snap(job, now)
+            core.abort(job, now)
+
+    def offer(self, core: Core, job: Job, tokens: int, now: float) -> None:
+        """The prefill side has more tokens."""
+        self.sender = (core, job)
+        self.unsent += tokens
+        self.whole = job.done == job.prompt
+        self._move(now)
+
+    def accept(self, core: Core, job: Job, now: float) -> None:
+        """The decode side has room."""
+        self.receiver = (core, job)
+        self._move(now)
+
+    def land(self, now: float) -> int:
+        """All has arrived: the decode side goes on. Returns how many tokens were moved."""
+        assert self.receiver is not None
+        core, job = self.receiver
+        moved, self.moved = self.moved, 0
+        core.arrive(job, now)
+        return moved
+
+    def snap(self, job: Job, now: float) -> int:
+        """The leg of `job` has ended before that: the other cannot go on. Returns how many tokens are lost."""
+        lost, self.moved = self.moved, 0
+        if not self.broken:
+            self.broken = True
+            for core, other in self.legs:
+                if other is not job:
+                    core.abort(other, now)
+        return lost
+
+    def _move(self, now: float) -> None:
+        if self.sender is None or self.receiver is None or self.broken:
+            return
+        (source, sent), (target, received) = self.sender, self.receiver
+        if self.unsent:
+            rate = min(source.profile.network_bytes_per_s, target.profile.network_bytes_per_s)
+            seconds = self.unsent * source.profile.kv_bytes / rate
+            for rank in (sent.rank, received.rank):
+                rank.link_busy = max(rank.link_busy, now) + seconds
+            self.arrival = max(sent.rank.link_busy, received.rank.link_busy)
+            source.statistics.moved_tokens += self.unsent
+            self.moved += self.unsent
+            self.unsent = 0
+        if self.whole:
+            source.at(max(self.arrival, now) + source.profile.network_latency_s, sent)
