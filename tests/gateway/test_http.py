@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 from gateway_bench import END, LETTERS, MODEL, PYTHON, TOKEN, TOKENIZER, babble, bench, saying, until
 
-from prorsa.engines.protocol import FinishReason, GenerateRequest, SamplingParams
+from prorsa.engines.protocol import EngineGone, EngineInfo, FinishReason, GenerateRequest, SamplingParams
 from prorsa.engines.sglang import SGLangEngine
 from prorsa.gateway.client import EventRefused, Trajectory
 from prorsa.gateway.output import Output
@@ -398,6 +398,28 @@ async def test_admin_sees_flips_and_drains() -> None:
         assert (len(shown["decisions"]), len(shown["flips"]), shown["made"] >= 2) == (1, 1, True)
         _, text = await gateway.get("/prorsa/status", **ADMIN)
         assert json.loads(text)["flips"] == 2
+
+
+@on_a_loop
+async def test_a_page_of_another_site_may_not_ask() -> None:
+    async with bench() as gateway:
+        status, answer = await gateway.post(COMPLETIONS, {"prompt": "Once"}, Sec_Fetch_Site="cross-site")
+        assert (status, answer["error"]["type"]) == (403, "permission_error")
+        assert gateway.control.status().turns == 0
+
+
+@on_a_loop
+async def test_an_engine_that_died_while_it_was_out_is_not_put_back() -> None:
+    async with bench(roles="PDD") as gateway:
+        assert (await gateway.post("/prorsa/engines/e1/drain", {}, **ADMIN))[0] == 200
+
+        async def gone() -> EngineInfo:
+            raise EngineGone("engine e1: no answer")
+
+        gateway.engines[1].info = gone  # type: ignore[method-assign]
+        status, answer = await gateway.post("/prorsa/engines/e1/undrain", {}, **ADMIN)
+        assert (status, answer["error"]["message"]) == (502, "engine e1: no answer")
+        assert gateway.control.fleet["e1"].state == "dead"
 
 
 @on_a_loop

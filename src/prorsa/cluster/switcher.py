@@ -109,12 +109,19 @@ class RoleSwitcher:
             return await self._router.drain(instance, f"instance {name} is taken out of service")
 
     async def put_back(self, name: str) -> None:
-        """Bring an instance that was taken out back into service. Raises `FlipRefused`, or `EngineError` (it stays out)."""
+        """Bring an instance that was taken out back into service.
+
+        Raises `FlipRefused`, or `EngineError` where it is not fit for that any more; then it counts as dead.
+        """
         instance = self._fleet[name]
         if instance.state is not InstanceState.DRAINING or self.lock.locked():
             raise FlipRefused(f"instance {name}: it is {instance.state}, and was not taken out or is being changed")
         async with self.lock:
-            await self._join(instance, instance.role)
+            try:
+                await self._join(instance, instance.role)
+            except EngineError as error:
+                self._router.bury(instance, str(error))
+                raise
 
     @property
     def can_restart(self) -> bool:

@@ -110,6 +110,8 @@ class Admin:
         body = await read_body(request)
         counts = [fields.whole(body, name, 0, 1) or 0 for name in ("prefill", "decode")]
         have = self._control.fleet.in_service.total
+        if have == 0:
+            raise ApiError(409, "every engine is mixed or out of service; there are no roles to set")
         if not all(counts) or sum(counts) != have:
             remedy = f"give at least one prefill and one decode, {have} in all: so many are in service"
             raise fields.wrong("prefill, decode", counts, remedy)

@@ -75,6 +75,7 @@ class Gateway:
         self._admin = Admin(control, token)
         self._created = int(time.time())
         self._running: set[Running] = set()
+        self._stopping = False
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=self._limits.max_body_mb << 20, middlewares=[self._answer])
@@ -94,7 +95,8 @@ class Gateway:
         return app
 
     def stop(self) -> None:
-        """Cancel every turn in service, and end the trajectories that wait for their clients."""
+        """Cancel every turn in service, begin no other, and end the trajectories that wait for their clients."""
+        self._stopping = True
         for running in self._running:
             running.cancel(ApiError(503, STOPPING))
         self.trajectories.close(STOPPING)
@@ -107,6 +109,9 @@ class Gateway:
         began = time.monotonic()
         status = 499  # the client is gone, unless something else is known
         try:
+            if request.headers.get("Sec-Fetch-Site") == "cross-site":
+                # A browser cannot read the answer, but any page that it shows could make it ask.
+                raise ApiError(403, "requests that a page of another site makes are refused")
             response = await handler(request)
             status = response.status
         except ApiError as error:
@@ -141,6 +146,8 @@ class Gateway:
 
     def _generating(self, read: Callable[[dict[str, Any], Identity], Ask]) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
+            if self._stopping:
+                raise ApiError(503, STOPPING)
             if self._metrics.in_flight >= self._limits.max_requests:
                 raise ApiError(429, f"{self._limits.max_requests} requests are in service; try again later")
             self._metrics.in_flight += 1
@@ -177,7 +184,12 @@ class Gateway:
 
     async def _stream(self, request: web.Request, running: Running, form: Form) -> web.StreamResponse:
         """Begins with the first news, so that what fails before it has a status of its own."""
-        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", TRAJECTORY_HEADER: running.name}
+        headers = {
+            "Content-Type": "text/event-stream",
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",  # or a proxy would collect the pieces
+            TRAJECTORY_HEADER: running.name,
+        }
         response = web.StreamResponse(headers=headers)
         while not running.task.done():
             await running.news.wait()
@@ -251,7 +263,6 @@ async def listening(gateway: Gateway, host: str, port: int) -> AsyncIterator[str
             raise ConfigError(f"{problem}; choose others, or port 0 to let the system choose") from error
         bound_host, bound_port = runner.addresses[0][:2]
         yield f"http://{f'[{bound_host}]' if ':' in bound_host else bound_host}:{bound_port}"
-        await site.stop()
     finally:
         gateway.stop()
         await runner.cleanup()
