@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/gateway.py [--streams 1000] [--interval 0.1] [--tokens 50]
 
-The gateway, its control plane and engines that give a token whenever it is due run in one process; clients in another. Part one
-is one client at a time, and 64 at once, with answers of one token: the time a request takes beside a turn that is asked of the
-control plane directly. Part two opens streams at once, each due a token every `interval` seconds: how late the tokens come, what
-they cost in CPU time, and what the process grows by for each stream.
+The gateway, its control plane and engines that give a token whenever it is due run in one process; clients in another.
+Part one is one client at a time, and 64 at once, with answers of one token: the time a request takes beside a turn that
+is asked of the control plane directly. Part two opens streams at once, each due a token every `interval` seconds: how late
+the tokens come, what they cost in CPU time, and what the process grows by for each stream.
 """
 
 from __future__ import annotations

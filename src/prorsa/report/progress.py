@@ -64,9 +64,9 @@ class RunView:
         # Evaluations of a training run are no steps of it; a rollout over held-out questions has nothing else.
         train = [step for step in steps if step.split == "train"] or steps
         number = train[-1].step if train else 0
-        text = Text(
-            f"{status.seconds:6.1f} s  step {number}" + (f"/{self._steps}" if self._steps else ""), style="bold"
-        )
+        text = Text(f"{status.seconds:6.1f} s", style="bold")
+        if train or self._steps:
+            text.append(f"  step {number}" + (f"/{self._steps}" if self._steps else ""), style="bold")
         rewards = [step.reward for step in train]
         if rewards:
             text.append(f"  reward {rewards[0]:.3f} → {rewards[-1]:.3f} ", style="bold")
