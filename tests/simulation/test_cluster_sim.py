@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -332,6 +333,70 @@ def test_crowded_pools_retract_and_lose_nothing(profile: Profile) -> None:
                 instance.capacity = 100_000
             await asyncio.gather(*(bench.trajectory(number) for number in range(40)))
             assert bench.cluster.statistics.retracted > 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("after", [0.0, 0.02, 0.06, 0.25])
+def test_a_cancel_reaches_both_sides(profile: Profile, after: float) -> None:
+    """Before it is served, during its prefill, during the handover (of 1 ms or so after 0.05 s), while it decodes."""
+
+    async def main() -> None:
+        async with SimulatedBench("PD", profile) as bench:
+            caller = asyncio.create_task(bench.trajectory(8))
+            await asyncio.sleep(after)
+            caller.cancel()
+            await asyncio.wait([caller])
+            await asyncio.sleep(0.1)
+            for name in ("e0", "e1"):
+                load = await bench.engine(name).load()
+                assert load.idle
+                assert load.used_tokens == 0
+            bench.cluster.check()
+
+    run(main())
+
+
+def test_a_flip_cancels_what_runs_and_keeps_every_turn(profile: Profile) -> None:
+    async def main() -> None:
+        async with SimulatedBench("PDD", profile) as bench:
+            callers = [asyncio.create_task(bench.trajectory(number)) for number in range(20)]
+            await asyncio.sleep(1.0)
+            flip = await bench.control.switcher.flip("e1", Role.PREFILL)
+            assert flip.failure is None
+            assert flip.cancelled > 0
+            assert flip.flip_s == pytest.approx(profile.flip_s)
+            # Decodes end with the step that they are in.
+            assert flip.drain_s < 0.05
+            await asyncio.gather(*callers)
+            assert bench.control.status().resends == flip.cancelled
+            assert bench.roles() == "PPD"
+
+    run(main())
+
+
+def test_many_trajectories_over_many_ranks_with_faults_all_along(profile: Profile) -> None:
+    wide = profile.model_copy(update={"ranks": 8, "gpus": 8})
+
+    async def main() -> None:
+        async with SimulatedBench("PPPDDDDD", wide) as bench:
+            callers = [asyncio.create_task(bench.trajectory(number)) for number in range(240)]
+            chance = random.Random(1)
+            version = 0
+            for act in range(24):
+                await asyncio.sleep(chance.uniform(0.05, 0.25))
+                if act % 8 == 5:
+                    version += 1
+                    await bench.control.update_weights("/weights", version)
+                elif act % 8 == 2:
+                    bench.cluster.kill(f"e{chance.randrange(8)}")
+                else:
+                    prefill = chance.randint(2, 5)
+                    await bench.control.switcher.apply(Allocation(prefill, 8 - prefill))
+                bench.cluster.check()
+            await asyncio.gather(*callers)
+            assert bench.turns == 960
+            assert bench.control.status().resends > 100
 
     run(main())
 
