@@ -13,6 +13,7 @@ from statistics import median
 import pytest
 from checkpoints import VOCABULARY
 
+from prorsa.cli import main
 from prorsa.config import ConfigError
 from prorsa.engines.embedded.core import EngineCore
 from prorsa.engines.launcher import EmbeddedLauncher
@@ -396,3 +397,34 @@ async def stopwatch(engine: Engine, prompt: int, tokens: int, seed: int) -> floa
     async for _ in engine.generate(request):
         pass
     return time.perf_counter() - start
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give the addresses of running engines, or --config FILE"),
+        (["http://a:1", "--config", "x.yaml"], "give the addresses of running engines, or --config FILE"),
+        (["http://a:1"], "--max-context: missing"),
+        (["a:1", "--max-context", "512"], "endpoint 'a:1': write it as http://HOST:PORT"),
+        (["http://a:1,x", "--max-context", "512"], "endpoint 'http://a:1,x': write it as"),
+        (["http://a:1", "--max-context", "512", "--rounds", "0"], "--rounds=0: write a number of 1 or more"),
+        (
+            ["http://127.0.0.1:1", "--max-context", "512"],
+            "engine http://127.0.0.1:1: asked /model_info; connection failed",
+        ),
+    ],
+)
+def test_the_command_says_what_is_wrong(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", "--out", str(tmp_path / "p.yaml"), *arguments]) in (1, 2)
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("out", ["p.csv", "nowhere/p.yaml"])
+def test_a_profile_goes_to_a_yaml_file(out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--out", str(tmp_path / out), "http://a:1", "--max-context", "512"]) == 2
+    assert "give a path that ends in .yaml, in a directory that exists" in capsys.readouterr().err
