@@ -298,6 +298,18 @@ def test_a_decode_that_joins_another_does_not_take_the_room_that_it_is_growing_i
     assert bench.end("a", Role.DECODE) < bench.end("b", Role.DECODE)
 
 
+def test_a_retracted_decode_reports_as_often_as_any_other() -> None:
+    bench = Bench(ranks=1, kv_tokens=120)
+    core = bench.core(stream_s=10.0)
+    bench.ask(0.0, core, "a", prompt=40, target=70)
+    bench.ask(0.0, core, "b", prompt=30, target=80)
+    bench.run()
+    assert bench.statistics.retracted == 1
+    times = [time for time, _, finish in bench.seen["b/mixed"].reports if finish is None]
+    back = next(time for time in times if time > bench.end("a"))
+    assert [time - back for time in times if time >= back] == pytest.approx([10.0 * i for i in range(4)])
+
+
 def cached(bench: Bench, name: str) -> int:
     return bench.jobs[name][0][1].cached_prompt
 

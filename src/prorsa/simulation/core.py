@@ -134,7 +134,7 @@ class Core:
     @property
     def due(self) -> float:
         reports = self._reports
-        while reports and reports[0][1].stage is not Stage.DECODING:
+        while reports and reports[0][1].report_at != reports[0][0]:
             reports.popleft()
         due = self._end
         if self._timers and self._timers[0][0] < due:
@@ -177,7 +177,8 @@ class Core:
         job.stage = Stage.UNPLACED
         self._unplaced.append(job)
         job.handover.meet(self, job, now)
-        self._place_decodes(now)
+        if len(self._unplaced) == 1:
+            self._place_decodes(now)
         self.changed()
 
     def arrive(self, job: Job, now: float) -> None:
@@ -242,7 +243,8 @@ class Core:
         """Raises `ConservationError` where something is left behind, or the sums of a rank do not fit its requests."""
         for rank in self.ranks:
             where = f"rank {rank.index} of a {self.role} instance"
-            rank.trim()
+            if rank.live + rank.cached > rank.capacity:
+                raise ConservationError(f"{where}: {rank.live} + {rank.cached} tokens are above {rank.capacity}")
             if rank.context != sum(self.generated(job) + job.prompt for job in rank.running):
                 raise ConservationError(f"{where}: its KV cache is {rank.context} tokens, not what its decodes have")
             if rank.cached != sum(tokens for tokens, _, _ in rank.cache.values()):
@@ -255,7 +257,10 @@ class Core:
     # Prompt work.
 
     def _join_queue(self, job: Job, now: float, front: bool = False) -> None:
-        """Choose a rank, and fetch what the KV store has and the rank lacks where that is faster than computing it."""
+        """Choose a rank, and fetch what the KV store has and the rank lacks where that is faster than computing it.
+
+        What is fetched waits in the host's memory until the prefill starts.
+        """
         rank, local = self._choose(job, now)
         job.rank = rank
         self._homes[job.trajectory] = rank
@@ -266,19 +271,24 @@ class Core:
         job.work = job.context - local
         rank.work += job.work
         rank.backlog += job.context
-        if self.store is not None:
-            stored = min(self.store.stored(job, self.version), job.context - 1)
-            size = (stored - local) * self.profile.kv_bytes
-            if size > 0:
-                compute = (stored - local) * self.times.prefill_token(local, self.profile.chunk)
-                if self.store.delay(size, now) < compute:
-                    job.stage = Stage.FETCHING
-                    job.fetched = stored
-                    rank.work -= stored - local
-                    job.work -= stored - local
-                    self.at(self.store.move(size, now), job)
-                    return
-        self._queue(job, now, front)
+        if not self._fetch(job, local, now):
+            self._queue(job, now, front)
+
+    def _fetch(self, job: Job, local: int, now: float) -> bool:
+        if self.store is None:
+            return False
+        stored = min(self.store.stored(job, self.version), job.context - 1)
+        more = stored - local
+        compute = more * self.times.prefill_token(local, self.profile.chunk)
+        size = more * self.profile.kv_bytes
+        if more <= 0 or self.store.delay(size, now) >= compute:
+            return False
+        job.stage = Stage.FETCHING
+        job.fetched = stored
+        job.work -= more
+        job.rank.work -= more
+        self.at(self.store.move(size, now), job)
+        return True
 
     def _queue(self, job: Job, now: float, front: bool = False) -> None:
         job.stage = Stage.QUEUED
@@ -304,7 +314,7 @@ class Core:
             bound = int(least * UNBALANCED)
         home = self._homes.get(job.trajectory)
         if home is None or job.trajectory not in home.cache:
-            holders = [rank for rank in self.ranks if job.question in rank.groups] if job.first_prompt else []
+            holders = [rank for rank in self.ranks if job.question in rank.groups]
             home = min(holders, key=lambda rank: loads[rank.index], default=None)
         if home is not None:
             local = self._local(home, job)
@@ -460,14 +470,19 @@ class Core:
         if job.end == rank.step:
             self._finish(job, FinishReason.STOP, now)
         else:
-            self._reports.append((now + self.stream_s, job))
+            self._report_later(job, now)
+
+    def _report_later(self, job: Job, now: float) -> None:
+        # All wait equally long, so the first to be due stands first.
+        job.report_at = now + self.stream_s
+        self._reports.append((job.report_at, job))
 
     def _report_due(self) -> None:
         due, job = self._reports.popleft()
-        if job.stage is Stage.DECODING:
+        if job.report_at == due:
             self.settle(due)
             job.report(job, None)
-            self._reports.append((due + self.stream_s, job))
+            self._report_later(job, due)
 
     def _retract(self, rank: Rank, now: float) -> None:
         """Take the KV cache from the youngest decodes until each of the others has room for one more token."""
@@ -485,6 +500,7 @@ class Core:
         rank = job.rank
         job.generated = self.generated(job)
         job.stage = Stage.QUEUED
+        job.report_at = NEVER
         rank.batch -= 1
         rank.context -= job.context
         del rank.running[job]
@@ -502,7 +518,7 @@ class Core:
     def _finish(self, job: Job, reason: FinishReason, now: float) -> None:
         """Free what it holds, keep its KV cache where it can be found again, and tell its stream."""
         rank = job.rank
-        kept = self._release(job, now)
+        kept = self._release(job)
         if kept and self.role is not Role.DECODE:
             rank.put(job, kept)
             rank.trim()
@@ -517,7 +533,7 @@ class Core:
         del self.jobs[job]
         job.report(job, reason)
 
-    def _release(self, job: Job, now: float) -> int:
+    def _release(self, job: Job) -> int:
         """Take the job out of wherever it is; returns how many tokens of its context have a KV cache."""
         rank, need = job.rank, job.context + 1
         match job.stage:

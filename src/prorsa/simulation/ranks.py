@@ -57,6 +57,7 @@ class Job:
         "question",
         "rank",
         "report",
+        "report_at",
         "resident",
         "stage",
         "target",
@@ -105,6 +106,8 @@ class Job:
         """Of the prefill in progress: tokens that are there, and where they came from."""
         self.resident = False
         """Whether the rank counts it among those that hold its group's first prompt."""
+        self.report_at = 0.0
+        """While it decodes: when it next reports if nothing else happens."""
         self.in_step = False
         """Whether the present step prefills it."""
         self.aborting = False
@@ -203,17 +206,12 @@ class Rank:
         self.cached += tokens
         job.resident = False
 
-    def take(self, job: Job) -> int:
-        """The job takes its trajectory's prefix over; returns how long it is."""
+    def take(self, job: Job) -> None:
+        """The job takes its trajectory's prefix over."""
         entry = self.cache.pop(job.trajectory, None)
-        if entry is None:
-            return 0
-        tokens, question, resident = entry
-        self.cached -= tokens
-        if resident and job.resident:
-            self.leave(question)
-        job.resident = job.resident or resident
-        return tokens
+        if entry is not None:
+            tokens, _, job.resident = entry
+            self.cached -= tokens
 
     def drop(self, trajectory: str) -> None:
         entry = self.cache.pop(trajectory, None)

@@ -40,7 +40,7 @@ class KvStore:
             return
         self.move(more * token_bytes, now)
         self._contexts[job.trajectory] = (version, tokens)
-        if tokens >= job.first_prompt > 0:
+        if tokens >= job.first_prompt:
             self._prompts[job.question] = (version, job.first_prompt)
 
     def delay(self, size: float, now: float) -> float:
