@@ -125,12 +125,10 @@ def test_a_conversation_is_one_trajectory_and_its_gaps_are_tool_time() -> None:
                 ("Ready", 0.0),
                 ("ToolStarted", 0.0),
                 ("Ready", 4.0),
-                ("ToolStarted", 4.0),
-                ("RewardStarted", 64.0),
+                ("RewardStarted", 4.0),
                 ("Done", 64.0),
             ]
-            tools = [event.tool for event in gateway.notes.events if isinstance(event, ToolStarted)]
-            assert tools == ["python", "reply"]
+            assert [event.tool for event in gateway.notes.events if isinstance(event, ToolStarted)] == ["python"]
             assert next(t.elapsed for t in gateway.notes.transitions if t.before is State.TOOL) == pytest.approx(4.0)
 
     run(main())
@@ -231,6 +229,56 @@ def test_after_a_stop_string_the_client_goes_on_with_what_it_saw() -> None:
             second = await gateway.complete(prompt)
             assert second.trajectory == first.trajectory
             assert TOKENIZER.decode(second.prompt_ids) == prompt
+
+    run(main())
+
+
+def test_an_agent_that_comes_back_after_what_seemed_its_last_answer_goes_on_as_a_new_trajectory() -> None:
+    """With the tokens of the old one. Once such agents are known to come back, they stay the same trajectory."""
+
+    async def main() -> None:
+        async with front(saying("Hm.", "So.", "Yes.", "No.", "Well.")) as gateway:
+            past, seen = [QUESTION], []
+            for _ in range(4):
+                running, answer = await gateway.chat(past)
+                seen.append((running.name, running.number, gateway.state(running.trajectory)))
+                past += [answer, {"role": "user", "content": "And?"}]
+                await asyncio.sleep(1.0)
+            assert seen == [
+                ("auto-1", 0, State.REWARD),
+                # The reply that was followed weighs as much as the first guess.
+                ("auto-1", 0, State.TOOL),
+                ("auto-1", 1, State.TOOL),
+                ("auto-1", 2, State.TOOL),
+            ]
+            assert gateway.trajectories.continued == {"prefix": 3}
+            assert [type(event).__name__ for event in gateway.notes.events].count("Sampled") == 2
+
+    run(main())
+
+
+def test_requests_that_nothing_follows_are_soon_taken_to_be_the_last_of_theirs() -> None:
+    async def main() -> None:
+        async with front(idle_timeout=5.0) as gateway:
+            states = []
+            for number in range(4):
+                running = await gateway.complete(f"Question {number}")
+                states.append(gateway.state(running.trajectory))
+                await asyncio.sleep(6.0)
+            assert states == [State.TOOL, State.TOOL, State.REWARD, State.REWARD]
+
+    run(main())
+
+
+def test_the_reward_may_be_told_of_a_trajectory_whose_end_was_guessed() -> None:
+    async def main() -> None:
+        async with front(saying("It is 3.")) as gateway:
+            running, _ = await gateway.chat([QUESTION], name="t")
+            assert gateway.state("t") is State.REWARD
+            gateway.trajectories.post({"event": "reward_started", "trajectory": "t"})
+            gateway.trajectories.post({"event": "done", "trajectory": "t", "reward": 0.75})
+            (done,) = [event for event in gateway.notes.events if isinstance(event, Done)]
+            assert (done.trajectory, done.reward) == (running.trajectory, 0.75)
 
     run(main())
 

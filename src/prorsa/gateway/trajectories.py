@@ -1,8 +1,9 @@
 """Whose turn a request is, and what the lifecycle is told of agents that run elsewhere.
 
 A trajectory is named by its client, or recognised: a prompt that starts with the context that a known trajectory had after
-its last answer continues it, and so does a chat whose past is the conversation of one. The gap between two of its requests is
-its tool time.
+its last answer continues it, and so does a chat whose past is the conversation of one. The gap between two of its requests
+is its tool time. An answer without a tool call may be the last: where most of the latest such answers were, the trajectory
+is in REWARD after it, so that nothing more is forecast of it, and goes on as a new one if its client does come back.
 
 Invariants. A trajectory has one turn at a time; further requests under its name wait for their turn. A recognised one
 continues the very tokens that were generated: only what is new is encoded. Every trajectory that was sampled ends once: by
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -39,6 +40,8 @@ from prorsa.lifecycle import (
 
 REPLY = "reply"
 """The tool of an answer without a tool call: whatever the client does before its next request."""
+LATEST = 64
+"""Replies of a kind that are remembered, with whether a request followed."""
 OTHER = "other"
 """The tool of a call that names none of the request's tools: names that models make up stay out of the statistics."""
 READY_STATES = (State.SAMPLED, State.SANDBOX_STARTING, State.TOOL)
@@ -70,6 +73,25 @@ class Context:
         return self.ids.tobytes() if self.text is None else self.text.encode()
 
 
+ReplyKind = tuple[str, bool]
+"""Of an answer without a tool call: (task, whether the request offered tools)."""
+
+
+class Replies:
+    """Whether a request follows a reply, of the latest ones of its kind. At first it does where no tools were offered."""
+
+    def __init__(self) -> None:
+        self._followed: dict[ReplyKind, deque[bool]] = {}
+
+    def add(self, kind: ReplyKind, followed: bool) -> None:
+        self._followed.setdefault(kind, deque(maxlen=LATEST)).append(followed)
+
+    def likely(self, kind: ReplyKind) -> bool:
+        _, offered = kind
+        known = [not offered, *self._followed.get(kind, ())]
+        return known.count(True) * 2 >= len(known)
+
+
 @dataclass(eq=False)
 class Trajectory:
     id: str
@@ -86,6 +108,8 @@ class Trajectory:
     sampled: bool = False
     ended: bool = False
     context: Context | None = None
+    reply: ReplyKind | None = None
+    """Of its last answer, where that was a reply of which it is not known yet whether a request follows."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by the request whose turn it is."""
     timer: asyncio.TimerHandle | None = None
@@ -112,6 +136,7 @@ class Trajectories:
         self._texts: PrefixIndex[Trajectory] = PrefixIndex()
         self._ids: PrefixIndex[Trajectory] = PrefixIndex()
         self._conversations: dict[bytes, dict[Trajectory, None]] = {}
+        self._replies = Replies()
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -129,6 +154,8 @@ class Trajectories:
         try:
             ids = self._prompt_ids(trajectory, prompt)
             self._check(trajectory, len(ids))
+            if trajectory.reply is not None:
+                self._came_back(trajectory, trajectory.reply)
             if not trajectory.sampled:
                 self._sample(trajectory, len(ids))
             if self._state(trajectory) is State.DECODE:
@@ -139,18 +166,28 @@ class Trajectories:
                 self._end(trajectory)
             trajectory.lock.release()
             raise
-        self._forget(trajectory)
-        if trajectory.turns:
+        if trajectory.context is not None:
             self.continued[how] += 1
+        self._forget(trajectory)
         return trajectory, ids
 
-    def answered(self, trajectory: Trajectory, tokens: int, context: Context, tool: str | None) -> None:
-        """Its turn is over; `tokens` is the length of its context, `tool` the first one that its answer calls."""
+    def answered(
+        self, trajectory: Trajectory, tokens: int, context: Context, tool: str | None, offered: bool = False
+    ) -> None:
+        """Its turn is over; `tokens` is the length of its context, `tool` the first one that its answer calls.
+
+        `offered`: whether its request offered tools.
+        """
         trajectory.turns += 1
         trajectory.tokens = tokens
         trajectory.context = context
         if not trajectory.told:
-            self._tell(ToolStarted(self._now, trajectory.id, tool or REPLY, tokens))
+            kind = trajectory.task, offered
+            trajectory.reply = kind if tool is None else None
+            if tool is not None or self._replies.likely(kind):
+                self._tell(ToolStarted(self._now, trajectory.id, tool or REPLY, tokens))
+            else:
+                self._tell(RewardStarted(self._now, trajectory.id, tokens))
         self._remember(trajectory, context)
         self._arm(trajectory, self._idle_timeout if tool is None and not trajectory.told else self._tool_timeout)
         trajectory.lock.release()
@@ -186,8 +223,8 @@ class Trajectories:
                 tool = checked_name(body.get("tool"), "tool")
                 self._tell(ToolStarted(self._now, trajectory.id, tool, trajectory.tokens))
             case "reward_started":
-                self._from(trajectory, kind, State.DECODE, State.TOOL)
-                self._tell(RewardStarted(self._now, trajectory.id, trajectory.tokens))
+                self._from(trajectory, kind, State.DECODE, State.TOOL, State.REWARD)
+                self._reward(trajectory)
             case "done":
                 self._from(trajectory, kind, State.DECODE, State.TOOL, State.REWARD)
                 reward = fields.typed(body, "reward", float, 0.0)
@@ -287,7 +324,8 @@ class Trajectories:
                 "messages",
                 "context_length_exceeded",
             )
-        if trajectory.sampled and self._state(trajectory) not in (*READY_STATES, State.DECODE):
+        expected = trajectory.told or trajectory.reply is None  # a guess that it has ended binds nobody
+        if trajectory.sampled and expected and self._state(trajectory) not in (*READY_STATES, State.DECODE):
             state = self._state(trajectory).name.lower()
             raise ApiError(409, f"trajectory={trajectory.name!r}: it is in {state}; use a new name", "trajectory")
 
@@ -324,6 +362,15 @@ class Trajectories:
         self._tell(Sampled(self._now, trajectory.id, trajectory.group, trajectory.task, version, tokens))
         trajectory.sampled = True
 
+    def _came_back(self, trajectory: Trajectory, kind: ReplyKind) -> None:
+        """A request followed its reply. Where that was taken for its last, it goes on as a new one."""
+        self._replies.add(kind, followed=True)
+        trajectory.reply = None
+        if self._state(trajectory) is State.REWARD:
+            self._tell(Done(self._now, trajectory.id, 0.0, admitted=True))
+            trajectory.id = f"{trajectory.name}#{next(self._numbers)}"
+            trajectory.turns, trajectory.sampled = 0, False
+
     def _arm(self, trajectory: Trajectory, seconds: float) -> None:
         if trajectory.timer is not None:
             trajectory.timer.cancel()
@@ -333,16 +380,22 @@ class Trajectories:
     def _expire(self, trajectory: Trajectory, reason: str) -> None:
         if trajectory.ended or trajectory.lock.locked():
             return
-        if self._state(trajectory) in (State.DECODE, State.TOOL):
+        guessed = trajectory.reply is not None and self._state(trajectory) is State.REWARD
+        if guessed or self._state(trajectory) in (State.DECODE, State.TOOL):
             self._finish(trajectory, 0.0, admitted=True)
         else:
             self._drop(trajectory, reason)
 
     def _finish(self, trajectory: Trajectory, reward: float, admitted: bool) -> None:
+        self._reward(trajectory)
+        self._tell(Done(self._now, trajectory.id, reward, admitted))
+        if trajectory.reply is not None:
+            self._replies.add(trajectory.reply, followed=False)
+        self._end(trajectory)
+
+    def _reward(self, trajectory: Trajectory) -> None:
         if self._state(trajectory) is not State.REWARD:
             self._tell(RewardStarted(self._now, trajectory.id, trajectory.tokens))
-        self._tell(Done(self._now, trajectory.id, reward, admitted))
-        self._end(trajectory)
 
     def _drop(self, trajectory: Trajectory, reason: str) -> None:
         self._tell(Dropped(self._now, trajectory.id, reason))

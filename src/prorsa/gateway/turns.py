@@ -123,7 +123,8 @@ class Turns:
         result = await self._control.generate(request, running.output)
         context, tool = self._context(running, result.token_ids), self._tool(running)
         running.settled = True
-        self._trajectories.answered(trajectory, len(running.prompt_ids) + len(result.token_ids), context, tool)
+        tokens = len(running.prompt_ids) + len(result.token_ids)
+        self._trajectories.answered(trajectory, tokens, context, tool, running.ask.calls)
         return result
 
     def _ended(self, running: Running, trajectory: Trajectory) -> None:
