@@ -169,10 +169,12 @@ class Turn:
         """Take over what an ended attempt has produced, up to the first stop token and within the budget."""
         room = self.budget if self._enough is None else self._enough - len(self.tokens)
         count = self._valid(attempt.tokens, room)
-        self.tokens += attempt.tokens[:count]
-        self.logprobs += attempt.logprobs[:count]
-        self.versions += attempt.versions[:count]
-        self.arrivals += attempt.arrivals[:count]
+        for output in (attempt.tokens, attempt.logprobs, attempt.versions, attempt.arrivals):
+            del output[count:]
+        self.tokens += attempt.tokens
+        self.logprobs += attempt.logprobs
+        self.versions += attempt.versions
+        self.arrivals += attempt.arrivals
         if len(self.instances) == 1:
             self.cached_tokens = attempt.cached_tokens
         self.finish = self._finish(attempt.finish)

@@ -490,6 +490,7 @@ class Router:
     # The end of a turn.
 
     def _finish(self, turn: Turn, finish: FinishReason) -> TurnResult:
+        versions = tuple(turn.versions)
         self._finished(
             TurnRecord(
                 trajectory=turn.request.trajectory,
@@ -499,14 +500,14 @@ class Router:
                 instances=tuple(turn.instances),
                 ready=turn.ready,
                 arrivals=tuple(turn.arrivals),
-                versions=tuple(turn.versions),
+                versions=versions,
                 finish=finish,
             )
         )
         return TurnResult(
             token_ids=tuple(turn.tokens),
             logprobs=tuple(turn.logprobs),
-            versions=tuple(turn.versions),
+            versions=versions,
             finish=finish,
             attempts=len(turn.instances),
             cached_tokens=turn.cached_tokens,

@@ -141,7 +141,7 @@ def _rare_collections() -> Iterator[None]:
     """A simulation has a great many small objects, nearly all freed by their reference counts: looking for cycles as often
     as Python does would cost a tenth of the run and more."""
     before = gc.get_threshold()
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(200_000, 20, 20)
     try:
         yield
     finally:
