@@ -20,7 +20,7 @@ from prorsa.simulation.experiments.grid import ExperimentFailed, Grid, Job
 from prorsa.simulation.experiments.page import Section
 from prorsa.simulation.experiments.paper import Range
 from prorsa.simulation.experiments.reproduce import figures_named, longest_first, page, sections, write_page
-from prorsa.simulation.experiments.sensitivity import distance
+from prorsa.simulation.experiments.sensitivity import distance, variations
 from prorsa.simulation.experiments.settings import (
     ADAPTIVE,
     COLOCATED,
@@ -32,7 +32,16 @@ from prorsa.simulation.experiments.settings import (
     shipped_scenarios,
     static,
 )
-from prorsa.simulation.experiments.verdicts import Finding, Verdict, near, span, verdict, within
+from prorsa.simulation.experiments.verdicts import (
+    Finding,
+    Verdict,
+    near,
+    near_ratio,
+    span,
+    verdict,
+    within,
+    within_gains,
+)
 from prorsa.simulation.outcome import FlipRecord, ForecastWindow, RunOutcome, StepOutcome
 from prorsa.simulation.statistics import Statistics
 
@@ -128,6 +137,15 @@ def test_near_is_a_factor_either_way() -> None:
     assert not near(1.0, 1.21)
 
 
+def test_a_loss_is_no_gain_however_near() -> None:
+    assert near_ratio(1.05, 1.1)
+    assert not near_ratio(0.99, 1.1)
+    assert near_ratio(0.95, 0.9)
+    assert not near_ratio(1.0, 1.1)
+    assert within_gains([1.01, 1.5], Range(1.1, 1.5))
+    assert not within_gains([0.99, 1.5], Range(1.1, 1.5))
+
+
 def test_the_direction_counts_only_where_the_value_does_not_agree() -> None:
     assert verdict(True, False) is Verdict.AGREES
     assert verdict(False, True) is Verdict.DIRECTION
@@ -178,6 +196,23 @@ def test_staleness_is_an_override() -> None:
         (one.rollout.mode, one.rollout.max_staleness)
         for one in (lab().job(replace_staleness(s), ADAPTIVE).scenario for s in paper.STALENESS)
     ] == [("sync", 0), ("async", 2), ("async", 8)]
+
+
+def test_staleness_over_dispatches() -> None:
+    """The scenario's batch has 16 groups or a multiple."""
+    batch = lab().job(replace_staleness("on-policy"), ADAPTIVE).scenario.rollout
+    assert batch.in_flight is None
+    for staleness, share in (("2", 1.5), ("8", 2.0)):
+        assert lab().job(replace_staleness(staleness), ADAPTIVE).scenario.rollout.in_flight == share * batch.groups
+
+
+def test_a_variation_that_changes_nothing_is_not_run() -> None:
+    """The profile's experts are balanced, and its flip takes 5 s."""
+    names = [variation.name for variation in variations(lab(), "deepseek-v3.2")]
+    assert names[0] == "as shipped"
+    assert "balanced experts" not in names
+    assert "flip in 5 s" not in names
+    assert {"load x0.5", "load x2", "power-law experts", "no KV store", "flip in 0.4 s"} < set(names)
 
 
 def replace_staleness(staleness: str) -> Setting:

@@ -15,7 +15,7 @@ from prorsa.simulation.experiments.figures import FIGURES
 from prorsa.simulation.experiments.figures.common import Figure
 from prorsa.simulation.experiments.grid import Grid, Job, Progress
 from prorsa.simulation.experiments.page import Section, Table
-from prorsa.simulation.experiments.settings import FULL, Budget, Lab, scenario_path, shipped_scenarios
+from prorsa.simulation.experiments.settings import FULL, IN_FLIGHT, Budget, Lab, scenario_path, shipped_scenarios
 from prorsa.simulation.experiments.verdicts import RATIO_TOLERANCE, TIME_TOLERANCE, Verdict
 from prorsa.simulation.scenario import load_scenario
 
@@ -134,6 +134,7 @@ def _disagreements(found: Sequence[Section]) -> str:
 
 
 def _choices() -> str:
+    spoken = " and ".join(f"{batches:g} (staleness {staleness})" for staleness, batches in IN_FLIGHT.items())
     header = ["scenario", "profile", "groups x size", "train, s", "prewarmed", "longest context"]
     rows = []
     for name in shipped_scenarios():
@@ -151,5 +152,6 @@ def _choices() -> str:
         )
     return (
         "## What we had to choose\n\nThe paper states the models, their parallelism, the 128 GPUs, the group sizes and the "
-        "chunk sizes. The rest is ours:\n\n" + Table(header, rows).markdown()
+        f"chunk sizes. The rest is ours. Asynchronous rollout keeps {spoken} batches in flight.\n\n"
+        + Table(header, rows).markdown()
     )

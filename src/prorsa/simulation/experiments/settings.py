@@ -23,6 +23,8 @@ STALENESS = {
     "8": ("rollout.mode=async", "rollout.max_staleness=8"),
 }
 """The overrides of each of the paper's staleness settings."""
+IN_FLIGHT = {"2": 1.5, "8": 2.0}
+"""Groups that live at once under asynchronous rollout, in batches. The paper speaks of over-dispatch and gives no number."""
 
 
 def cadence(steps: int) -> PolicySection:
@@ -129,7 +131,11 @@ class Lab:
 
     def _overrides(self, setting: Setting, steps: int | None) -> tuple[str, ...]:
         steps = steps or self.budget.steps(setting)
-        return (f"rollout.steps={steps}", f"rollout.load={self.budget.load}", *STALENESS[setting.staleness])
+        overrides = (f"rollout.steps={steps}", f"rollout.load={self.budget.load}", *STALENESS[setting.staleness])
+        if setting.staleness not in IN_FLIGHT:
+            return overrides
+        batch = load_scenario(scenario_path(setting.scenario_name)).rollout.groups
+        return (*overrides, f"rollout.in_flight={round(IN_FLIGHT[setting.staleness] * batch)}")
 
     def _scenario(self, setting: Setting, *overrides: str) -> Scenario:
         key = (setting.scenario_name, *overrides)

@@ -38,6 +38,21 @@ def within(ours: Sequence[float], paper: Range, tolerance: float = RATIO_TOLERAN
     return all(paper.low / (1 + tolerance) <= value <= paper.high * (1 + tolerance) for value in ours)
 
 
+def same_side(ours: float, paper: float) -> bool:
+    """Whether both ratios say that the same of two things is larger."""
+    return (ours - 1) * (paper - 1) > 0
+
+
+def near_ratio(ours: float, paper: float) -> bool:
+    """Near, and on the same side of 1: a gain is no agreement with a loss, however small both are."""
+    return near(ours, paper) and same_side(ours, paper)
+
+
+def within_gains(ours: Sequence[float], paper: Range, tolerance: float = RATIO_TOLERANCE) -> bool:
+    """Within a range of which every value is a gain, and gains themselves."""
+    return within(ours, paper, tolerance) and min(ours) > 1
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One value of the paper beside ours."""

@@ -14,7 +14,17 @@ from prorsa.simulation.experiments.page import Section, Table
 from prorsa.simulation.experiments.paper import Range
 from prorsa.simulation.experiments.sensitivity import Effect, distance, moved
 from prorsa.simulation.experiments.settings import ADAPTIVE, COLOCATED, SETTINGS, Lab, Setting, cadence, spoken
-from prorsa.simulation.experiments.verdicts import TIME_TOLERANCE, Finding, Verdict, near, span, verdict, within
+from prorsa.simulation.experiments.verdicts import (
+    TIME_TOLERANCE,
+    Finding,
+    Verdict,
+    near,
+    near_ratio,
+    span,
+    verdict,
+    within,
+    within_gains,
+)
 
 
 def fig5_jobs(lab: Lab) -> list[Job]:
@@ -100,7 +110,7 @@ def fig5(lab: Lab) -> Section:
 def _speedup_finding(lab: Lab, row: str, chosen: Sequence[Compared], values: Range) -> Finding:
     agentic = [one for one in chosen if one.setting.task != "math"]
     ours = [one.speedup for one in agentic]
-    judged = verdict(within(ours, values), min(ours) > 1)
+    judged = verdict(within_gains(ours, values), min(ours) > 1)
     worst = max(agentic, key=lambda one: distance(one.speedup, values))
     reason = "" if judged is Verdict.AGREES else moved(lab, worst.setting.model, lambda effect: effect.speedup, values)
     faster = sum(value > 1 for value in ours)
@@ -196,7 +206,7 @@ def table2(lab: Lab) -> Section:
                 f"{setting.model}, {spoken(setting.staleness)}, colocated over Prorsa",
                 f"{theirs[0] / theirs[1]:.2f}x",
                 f"{ours[0] / ours[1]:.2f}x",
-                verdict(near(ours[0] / ours[1], theirs[0] / theirs[1]), ours[0] > ours[1]),
+                verdict(near_ratio(ours[0] / ours[1], theirs[0] / theirs[1]), ours[0] > ours[1]),
             )
         )
     findings.append(_lifetime_finding(lab))

@@ -7,7 +7,7 @@ from prorsa.simulation.experiments import paper
 from prorsa.simulation.experiments.figures.common import MIMO, QWEN
 from prorsa.simulation.experiments.page import Section
 from prorsa.simulation.experiments.settings import Lab
-from prorsa.simulation.experiments.verdicts import Finding, Verdict, near, verdict
+from prorsa.simulation.experiments.verdicts import Finding, Verdict, near_ratio, same_side, verdict
 from prorsa.simulation.profile import Profile, load_profile
 
 DOUBLED = {MIMO: ("mimo-v2.5-pro-h200-ep32-decode", 2), QWEN: ("qwen3-235b-h200-ep8-decode", 2)}
@@ -64,7 +64,7 @@ def table1(lab: Lab) -> Section:
 
 
 def _shape_finding(row: str, ours: float, theirs: float) -> Finding:
-    judged = verdict(near(ours, theirs), (ours - 1) * (theirs - 1) > 0)
+    judged = verdict(near_ratio(ours, theirs), same_side(ours, theirs))
     reason = (
         ""
         if judged is Verdict.AGREES
