@@ -115,8 +115,8 @@ class Influence:
 
     @property
     def turns(self) -> bool:
-        """Whether it changes which side is faster."""
-        return any((gain > 1) != (self.base > 1) for gain in self.gains.values())
+        """Whether it changes on which side of `WORTH` the gain is."""
+        return any((gain > WORTH) != (self.base > WORTH) for gain in self.gains.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,11 +227,14 @@ def request(
         if value < least:
             raise ConfigError(f"--{name} {value}: write a number of {least} or more")
     size = group_size or (8 if workload["name"] == "math" else 32)
+    groups = max(1, round(concurrency / size))
     told: dict[str, Any] = {
         "mode": "async" if staleness else "sync",
         "max_staleness": staleness,
         "group_size": size,
-        "groups": max(1, round(concurrency / size)),
+        "groups": groups,
+        # A pool that is too small makes cold starts the longest part of a step, whatever the engines do.
+        "prewarmed": groups * size,
         # Steps of a synchronous rollout are alike; the first one of an asynchronous one is not like the others.
         "steps": 3 if staleness else 1,
     }

@@ -78,7 +78,7 @@ def _influences(advice: Advice) -> Table:
         table.add_column(column)
     for one in advice.influences:
         gains = ", ".join(f"{name}: {gain:.2f}x" for name, gain in one.gains.items())
-        table.add_row(one.name, gains, "changes which is faster" if one.turns else "")
+        table.add_row(one.name, gains, "changes the advice" if one.turns else "")
     return table
 
 

@@ -105,7 +105,7 @@ def fig1(lab: Lab) -> Section:
             task,
             line_chart(
                 [
-                    Series(f"{kind}, {spoken(s)}", COLOURS[s], found[task, s].time, values, dashed=kind == "decode")
+                    Series(f"{kind}, {s}", COLOURS[s], found[task, s].time, values, dashed=kind == "decode")
                     for s in paper.STALENESS
                     for kind, values in (("prefill", found[task, s].prefill), ("decode", found[task, s].decode))
                 ],
