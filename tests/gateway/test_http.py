@@ -159,6 +159,8 @@ async def test_generate_answers_as_sglang_does() -> None:
         assert meta["finish_reason"] == {"type": "stop", "matched": END}
         assert meta["output_token_logprobs"] == [[-0.5, token, None] for token in ids]
         assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(TOKENIZER.encode(text)), len(ids))
+        body = {"prompt": text, "max_tokens": 7, "ignore_eos": True, "stop_token_ids": [ids[1]]}
+        assert (await gateway.post(COMPLETIONS, body))[1]["usage"]["completion_tokens"] == 2
         again = {"input_ids": TOKENIZER.encode(text), "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
         assert (await gateway.post("/generate", again))[1]["meta_info"]["finish_reason"] == {
             "type": "length",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -147,8 +147,6 @@ class AskReader:
             raise ApiError(400, "give input_ids or text, one of the two and one prompt a request", "input_ids")
         limit = fields.whole(params, "max_new_tokens", None, 1)
         sampling = self._sampling({**params, "seed": params.get("sampling_seed")}, limit)
-        if fields.typed(params, "ignore_eos", bool, False):
-            sampling = replace(sampling, stop_token_ids=fields.token_ids(params, "stop_token_ids"))
         return Ask(
             kind="generate",
             identity=identity,
@@ -170,12 +168,15 @@ class AskReader:
         top_k = fields.typed(body, "top_k", int, defaults.top_k)
         if top_k != -1 and top_k < 1:
             raise wrong("top_k", top_k, "must be at least 1, or -1 for the whole vocabulary")
+        stops = fields.token_ids(body, "stop_token_ids")
+        if not fields.typed(body, "ignore_eos", bool, False):
+            stops = (*self._tokenizer.eos_ids, *stops)
         return SamplingParams(
             max_new_tokens=limit or defaults.max_new_tokens,
             temperature=fields.number(body, "temperature", defaults.temperature, 0.0, 2.0),
             top_p=fields.number(body, "top_p", defaults.top_p, 0.0, 1.0, above=True),
             top_k=top_k,
-            stop_token_ids=(*self._tokenizer.eos_ids, *fields.token_ids(body, "stop_token_ids")),
+            stop_token_ids=stops,
             seed=None if body.get("seed") is None else fields.typed(body, "seed", int, 0),
         )
 
