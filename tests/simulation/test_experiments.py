@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from prorsa.cli import main
 from prorsa.config import ConfigError
 from prorsa.forecast import Forecast, Measured
 from prorsa.report.volumes import Volume
@@ -416,3 +417,11 @@ def test_an_unknown_figure_is_one_clear_error() -> None:
     assert [figure.key for figure in figures_named(["fig5", "fig1"])] == ["fig1", "fig5"]
     with pytest.raises(ConfigError, match=r"--only fig4: there is no such figure; give some of fig1, "):
         figures_named(["fig4"])
+
+
+def test_the_command_prints_a_figure_that_needs_no_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["reproduce", "--only", "table1", "--keep", str(tmp_path)]) == 0
+    assert "prefill, EP16, 64K over 8K" in capsys.readouterr().out
+    assert main(["reproduce", "--only", "fig4"]) == 2
+    assert main(["reproduce", "--workers", "0"]) == 2
+    assert "write a number of 1 or more" in capsys.readouterr().err

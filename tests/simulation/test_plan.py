@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from prorsa.cli import main
 from prorsa.config import ConfigError
 from prorsa.simulation.experiments.grid import Grid, Job
 from prorsa.simulation.experiments.plan import (
@@ -264,3 +265,29 @@ def test_the_advice_as_words_and_as_json(tmp_path: Path) -> None:
     assert values["advice"]["policy"] == "adaptive"
     assert values["gain_over_best_colocated"]["mean"] == pytest.approx(1.61)
     assert len(values["tried"]) == len(advice.tried)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (["--profile", "h900"], "profile=h900: there is no file"),
+        (["--gpus", "8"], "--gpus 8: the smallest instance takes 16"),
+        (["--gpus", "0"], "--gpus 0: write a number of 1 or more"),
+        (["--group-size", "0"], "rollout.group_size=0"),
+        (["--workers", "0"], "--workers=0"),
+        (["hardware.gpus=4"], "only workload.* and rollout.* can be replaced"),
+        (["rollout.no=4"], "rollout.no=4: unknown key"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_clear_error(
+    changed: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["plan", "--workload", "math", "--gpus", "128"]
+    profile = [] if "--profile" in changed else ["--profile", MIMO]
+    assert main([*given, *profile, *changed]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_trace_that_is_not_there_is_one_clear_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["plan", "--trace", str(tmp_path / "no"), "--gpus", "128", "--profile", MIMO]) == 2
+    assert "workload.path=" in capsys.readouterr().err

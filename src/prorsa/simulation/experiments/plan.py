@@ -226,8 +226,8 @@ def request(
     for name, value, least in (("gpus", gpus, 1), ("concurrency", concurrency, 1), ("seeds", seeds, 2)):
         if value < least:
             raise ConfigError(f"--{name} {value}: write a number of {least} or more")
-    size = group_size or (8 if workload["name"] == "math" else 32)
-    groups = max(1, round(concurrency / size))
+    size = group_size if group_size is not None else (8 if workload["name"] == "math" else 32)
+    groups = max(1, round(concurrency / max(size, 1)))
     told: dict[str, Any] = {
         "mode": "async" if staleness else "sync",
         "max_staleness": staleness,
