@@ -65,6 +65,17 @@ def test_the_decodes_of_a_rank_stand_still_while_it_prefills() -> None:
     assert bench.statistics.itl_over_time[0] == (pytest.approx(9 * 0.625 + 2.125), pytest.approx(10))
 
 
+def test_a_decode_that_ends_while_it_stands_still_leaves_no_pause_behind() -> None:
+    bench = Bench(ranks=1)
+    core = bench.core()
+    bench.ask(0.0, core, "a", prompt=100, target=50)
+    bench.ask(2.0, core, "b", prompt=100, target=1)
+    bench.abort(2.5, "a")
+    bench.ask(9.0, core, "c", prompt=100, target=3)
+    bench.run()
+    assert bench.statistics.itl.percentile(1.0) == pytest.approx(0.625, rel=0.02)
+
+
 def test_requests_share_a_chunk() -> None:
     bench = Bench(Costs(prefix=0.001), ranks=1)
     core = bench.core()
@@ -195,19 +206,19 @@ def test_both_links_are_first_come_first_served() -> None:
     assert bench.end("b", Role.PREFILL) == pytest.approx(3.5)
 
 
-def test_a_decode_without_room_keeps_its_prefill_waiting() -> None:
+def test_a_prefill_starts_when_a_decode_rank_has_room() -> None:
     bench = Bench(ranks=1, kv_tokens=300)
     prefill, decode = bench.core(Role.PREFILL), bench.core(Role.DECODE)
     bench.ask_pair(0.0, prefill, decode, "a", prompt=200, target=50)
     bench.ask_pair(0.0, prefill, decode, "b", prompt=150, target=2)
     bench.run()
-    # The prefill rank holds a's 201 tokens until 3.1 (two chunks, the last 0.1 s on the link).
+    # Two chunks and the last one's 0.1 s on the link.
     assert bench.end("a", Role.PREFILL) == pytest.approx(3.1)
     a = 3.1 + 49 * 0.625
     assert bench.end("a", Role.DECODE) == pytest.approx(a)
-    # b is prefilled long before, and moves when a has left: 150 tokens at 1000 tokens/s.
-    assert bench.end("b", Role.PREFILL) == pytest.approx(a + 0.15)
-    assert bench.end("b", Role.DECODE) == pytest.approx(a + 0.15 + 0.625)
+    # b's chunks of 100 and 50 take 1.5 + 1.0 s from then on; 0.05 s for the last tokens.
+    assert bench.end("b", Role.PREFILL) == pytest.approx(a + 2.5 + 0.05)
+    assert bench.end("b", Role.DECODE) == pytest.approx(a + 2.5 + 0.05 + 0.625)
 
 
 def test_a_full_batch_keeps_what_has_arrived_waiting() -> None:
@@ -287,27 +298,81 @@ def test_a_decode_instance_prefills_what_it_retracted() -> None:
 
 
 def test_a_decode_that_joins_another_does_not_take_the_room_that_it_is_growing_into() -> None:
-    bench = Bench(ranks=1, kv_tokens=200)
+    bench = Bench(ranks=1, kv_tokens=200, network_bytes_per_s=10.0)
     prefill, decode = bench.core(Role.PREFILL), bench.core(Role.DECODE)
     bench.ask_pair(0.0, prefill, decode, "a", prompt=50, target=100)
-    bench.ask_pair(10.0, prefill, decode, "b", prompt=60, target=100)
+    bench.ask_pair(60.0, prefill, decode, "b", prompt=60, target=100)
     bench.run()
-    # a alone would grow to 150 in one event; with b's 60 at 10.0 that must end early, and b be retracted later.
+    # From 51.0 on a alone would grow to 150 in one event. With the 61 that are kept for b, which needs until 121.1 to
+    # arrive, it is full at 139 and is retracted itself.
     assert bench.statistics.retracted == 1
     assert bench.seen["a/decode"].tokens == bench.seen["b/decode"].tokens == 100
-    assert bench.end("a", Role.DECODE) < bench.end("b", Role.DECODE)
+    assert bench.end("a", Role.DECODE) > bench.end("b", Role.DECODE)
 
 
 def test_a_retracted_decode_reports_as_often_as_any_other() -> None:
     bench = Bench(ranks=1, kv_tokens=120)
-    core = bench.core(stream_s=10.0)
-    bench.ask(0.0, core, "a", prompt=40, target=70)
-    bench.ask(0.0, core, "b", prompt=30, target=80)
+    core = bench.core(stream_s=30.0)
+    bench.ask(0.0, core, "a", prompt=40, target=40)
+    bench.ask(0.0, core, "b", prompt=30, target=90)
+    bench.run()
+    # Retracted at 19.2 and back at 29.625, before its first report would have been due.
+    assert [time for time, _, _ in bench.seen["b/mixed"].reports] == pytest.approx([1.2, 29.625, 59.625, 69.625])
+
+
+def test_a_retracted_decode_goes_to_a_rank_with_room() -> None:
+    bench = Bench(kv_tokens=120)
+    core = bench.core()
+    for name, prompt, target in [("a", 40, 5), ("b", 30, 60), ("c", 30, 60)]:
+        bench.ask(0.0, core, name, prompt, target)
+    bench.run()
+    # b and c share a rank: 1.1 s for their chunk, 29 steps of 0.75 until they fill it. a's rank is free by then: c waits
+    # for the step that begins, is prefilled there (60 tokens, its 31st output) and makes its last 29.
+    assert bench.statistics.retracted == 1
+    assert bench.end("c") == pytest.approx(1.1 + 29 * 0.75 + 0.625 + 1.1 + 29 * 0.625)
+
+
+def test_a_prompt_in_service_is_not_blocked_by_a_decode_that_it_displaced() -> None:
+    bench = Bench(ranks=1, kv_tokens=420)
+    core = bench.core(prefill_every=50)
+    bench.ask(0.0, core, "a", prompt=150, target=100)
+    bench.ask(3.0, core, "b", prompt=200, target=2)
+    bench.run()
+    # b holds 201 from its first chunk on; a fills the rest before the second one may come. Both chunks of a prompt with
+    # its room are worth more than a decode that can only come back after it.
+    assert bench.statistics.retracted == 1
+    assert bench.end("b") < bench.end("a")
+
+
+def test_retracted_decodes_come_before_new_ones() -> None:
+    bench = Bench(ranks=1, kv_tokens=120)
+    prefill, decode = bench.core(Role.PREFILL), bench.core(Role.DECODE)
+    bench.ask_pair(0.0, prefill, decode, "a", prompt=40, target=40)
+    bench.ask_pair(0.0, prefill, decode, "b", prompt=30, target=40)
+    bench.ask_pair(5.0, prefill, decode, "c", prompt=75, target=2)
     bench.run()
     assert bench.statistics.retracted == 1
-    times = [time for time, _, finish in bench.seen["b/mixed"].reports if finish is None]
-    back = next(time for time in times if time > bench.end("a"))
-    assert [time - back for time in times if time >= back] == pytest.approx([10.0 * i for i in range(4)])
+    assert bench.end("a", Role.DECODE) < bench.end("b", Role.DECODE) < bench.end("c", Role.DECODE)
+
+
+def test_who_joins_others_leaves_a_hundredth_free() -> None:
+    bench = Bench(ranks=1, kv_tokens=120)
+    core = bench.core()
+    bench.ask(0.0, core, "a", prompt=59, target=20)
+    bench.ask(0.0, core, "b", prompt=59, target=20)
+    bench.run()
+    # 60 + 60 would fill the pool.
+    assert bench.statistics.retracted == 0
+    assert bench.end("b") == pytest.approx(bench.end("a") + 1.09 + 19 * 0.625)
+
+
+def test_a_mixed_rank_runs_so_many_requests_at_once() -> None:
+    bench = Bench(ranks=1, max_running=1)
+    core = bench.core()
+    bench.ask(0.0, core, "a", prompt=50, target=5)
+    bench.ask(0.0, core, "b", prompt=50, target=5)
+    bench.run()
+    assert bench.end("b") == pytest.approx(2 * bench.end("a"))
 
 
 def cached(bench: Bench, name: str) -> int:
@@ -370,6 +435,43 @@ def test_a_trajectory_returns_to_the_rank_with_its_prefix_unless_that_has_much_m
     assert cached(bench, "a.2") == 250
 
 
+def test_a_queued_request_keeps_its_prefix_from_being_the_next_to_go() -> None:
+    bench = Bench(ranks=1, kv_tokens=1000)
+    prefill, decode = bench.core(Role.PREFILL), bench.core(Role.DECODE)
+    for time, name, prompt in [(0, "a.0", 300), (20, "b.0", 300), (40, "x", 150), (40, "y", 300), (40.1, "a.1", 350)]:
+        bench.ask_pair(time, prefill, decode, name, prompt, target=2)
+    bench.run()
+    # y needs the place of a or of b; a's was used earlier, but is waited for.
+    assert cached(bench, "a.1") == 300
+
+
+def rank_of(bench: Bench, name: str) -> int:
+    return bench.jobs[name][0][1].rank.index
+
+
+def test_a_request_goes_to_the_rank_that_has_the_least_kv_now() -> None:
+    bench = Bench()
+    core = bench.core()
+    for time, name, prompt in [(0.0, "a", 40), (0.1, "b", 100), (0.2, "c", 40), (50.0, "d", 30)]:
+        bench.ask(time, core, name, prompt, target=200)
+    bench.run()
+    # a and c have 80 against b's 100 at first; but they grow by two tokens a step.
+    assert [rank_of(bench, name) for name in "abcd"] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(("others", "home"), [(140, True), (200, False)])
+def test_a_mixed_rank_keeps_its_trajectories_up_to_half_more_load(others: int, home: bool) -> None:
+    bench = Bench()
+    core = bench.core()
+    bench.ask(0.0, core, "a.0", prompt=10, target=2)
+    bench.ask(9.0, core, "x", prompt=others, target=500)
+    bench.ask(9.1, core, "y", prompt=100, target=500)
+    bench.ask(13.0, core, "a.1", prompt=20, target=2)
+    bench.run()
+    assert [rank_of(bench, name) for name in ("a.0", "x", "y")] == [0, 0, 1]
+    assert (rank_of(bench, "a.1") == 0) is home
+
+
 # The KV store.
 
 
@@ -384,6 +486,30 @@ def test_a_prefix_is_fetched_where_that_is_faster_than_computing_it() -> None:
     assert (job.cached, job.fetched) == (300, 100)
     assert bench.end("a.1", Role.PREFILL) == pytest.approx(500.0 + 1.0 + 1.5 + 0.1)
     assert bench.statistics.fetched_tokens == 100
+
+
+def test_what_was_fetched_is_of_no_use_without_the_prefix_before_it() -> None:
+    bench = Bench(store=True, store_bytes_per_s=1000.0, kv_tokens=1000, ranks=1)
+    prefill, decode = bench.core(Role.PREFILL), bench.core(Role.DECODE)
+    bench.ask_pair(0.0, prefill, decode, "a.0", prompt=300, target=101)
+    bench.ask_pair(500.0, prefill, decode, "a.1", prompt=500, target=2)
+    bench.ask_pair(500.0, prefill, bench.core(Role.DECODE), "b.0", prompt=800, target=2)
+    bench.run()
+    # While a's next 100 tokens come, b takes the place of its first 300.
+    job = bench.jobs["a.1"][0][1]
+    assert (job.cached, job.fetched) == (0, 0)
+
+
+def test_the_decode_side_writes_the_context_when_it_ends() -> None:
+    bench = Bench(store=True, store_bytes_per_s=100.0)
+    assert bench.store is not None
+    store, delays = bench.store, []
+    for time in (5.0, 10.0):
+        bench.at(time, lambda: delays.append(store.delay(0.0, bench.now)))
+    bench.ask_pair(0.0, bench.core(Role.PREFILL), bench.core(Role.DECODE), "a", prompt=250, target=5)
+    bench.run()
+    # The prefill is over at 4.05, the decode at 6.55: 254 tokens then take 25.4 s.
+    assert delays == [0.0, pytest.approx(6.55 + 25.4 - 10.0)]
 
 
 def test_a_slow_store_is_not_used() -> None:
@@ -420,29 +546,29 @@ def test_a_cancelled_request_finds_its_kv_on_another_instance() -> None:
     assert bench.jobs["a.0.1"][0][1].fetched == 252
 
 
-def test_a_prefill_that_is_cancelled_while_it_waits_for_a_decode_is_found_elsewhere() -> None:
-    bench = Bench(store=True, kv_tokens=300, ranks=1)
+def test_a_prefill_that_is_cancelled_during_its_handover_is_found_elsewhere() -> None:
+    bench = Bench(store=True, network_bytes_per_s=100.0)
     prefill, other, decode = bench.core(Role.PREFILL), bench.core(Role.PREFILL), bench.core(Role.DECODE)
-    bench.ask_pair(0.0, prefill, decode, "a.0.0", prompt=250, target=45)
-    bench.ask_pair(10.0, prefill, decode, "b.0.0", prompt=200, target=2)
-    bench.abort(20.0, "b.0.0")
-    bench.ask_pair(30.0, other, decode, "b.0.1", prompt=200, target=2)
+    bench.ask_pair(0.0, prefill, decode, "a.0.0", prompt=200, target=2)
+    bench.abort(10.0, "a.0.0")
+    bench.ask_pair(30.0, other, decode, "a.0.1", prompt=200, target=2)
     bench.run()
-    assert bench.seen["b.0.0/prefill"].reports == [(20.0, 0, FinishReason.ABORT)]
-    assert bench.jobs["b.0.1"][0][1].fetched == 199
+    assert bench.seen["a.0.0/prefill"].reports == [(10.0, 0, FinishReason.ABORT)]
+    assert bench.jobs["a.0.1"][0][1].fetched == 199
 
 
 def test_kv_of_other_weights_is_not_fetched() -> None:
     bench = Bench(store=True)
-    old, new = bench.core(), bench.core(version=1)
+    old, new, another = bench.core(), bench.core(version=1), bench.core(version=1)
     bench.ask(0.0, old, "a.0", prompt=250, target=5)
     bench.ask(20.0, new, "a.1", prompt=300, target=5)
     bench.ask(40.0, old, "a.2", prompt=350, target=5)
-    bench.ask(60.0, new, "a.3", prompt=400, target=5)
+    bench.ask(60.0, another, "a.3", prompt=400, target=5)
+    bench.ask(80.0, new, "a.4", prompt=450, target=5)
     bench.run()
     found = {name: (legs[0][1].cached, legs[0][1].fetched) for name, legs in bench.jobs.items()}
-    # Each instance still has what it cached itself; the store keeps the newest weights' context only.
-    assert found == {"a.0": (0, 0), "a.1": (0, 0), "a.2": (254, 0), "a.3": (304, 0)}
+    # Each instance still has what it cached itself; the store keeps the context of the newest weights.
+    assert found == {"a.0": (0, 0), "a.1": (0, 0), "a.2": (254, 0), "a.3": (0, 304), "a.4": (304, 100)}
 
 
 # Against the naive simulation.

@@ -165,9 +165,16 @@ class Core:
     def prefill(self, job: Job, now: float) -> None:
         """Take in a request's prompt work."""
         self.jobs[job] = None
+        if job.handover is None:
+            self._join_queue(job, now)
+        else:
+            job.stage = Stage.UNMATCHED
+            job.handover.come(self, job, prefills=True, now=now)
+        self.changed()
+
+    def begin(self, job: Job, now: float) -> None:
+        """A decode rank has room for what this instance is to prefill."""
         self._join_queue(job, now)
-        if job.handover is not None:
-            job.handover.meet(self, job, now)
         self.changed()
 
     def decode(self, job: Job, now: float) -> None:
@@ -176,7 +183,7 @@ class Core:
         self.jobs[job] = None
         job.stage = Stage.UNPLACED
         self._unplaced.append(job)
-        job.handover.meet(self, job, now)
+        job.handover.come(self, job, prefills=False, now=now)
         if len(self._unplaced) == 1:
             self._place_decodes(now)
         self.changed()
@@ -355,8 +362,9 @@ class Core:
         rank.work += job.context - job.done - job.work
         job.work = job.context - job.done
         job.stage = Stage.PREFILLING
-        if self.role is Role.PREFILL and job.handover is not None:
-            job.handover.offer(self, job, job.done, now)
+        if self.role is Role.PREFILL and job.done:
+            assert job.handover is not None
+            job.handover.offer(job.done, now)
         return True
 
     def _form_chunk(self, rank: Rank, now: float) -> None:
@@ -386,8 +394,9 @@ class Core:
             self.statistics.prefilled_tokens += tokens
             if job.done == job.context:
                 self._prefilled(rank, job, now)
-            if self.role is Role.PREFILL and job.handover is not None:
-                job.handover.offer(self, job, tokens, now)
+            if self.role is Role.PREFILL:
+                assert job.handover is not None
+                job.handover.offer(tokens, now)
         rank.chunk.clear()
 
     def _prefilled(self, rank: Rank, job: Job, now: float) -> None:
@@ -431,7 +440,7 @@ class Core:
             rank.held += need
             rank.trim()
             assert job.handover is not None
-            job.handover.accept(self, job, now)
+            job.handover.accept(now)
 
     def _ring(self, job: Job, now: float) -> None:
         """What the job waited for is there."""
@@ -553,8 +562,6 @@ class Core:
                 rank.work -= job.work
                 rank.serving -= 1
                 rank.held -= need
-                if job.done >= job.first_prompt:
-                    rank.join(job)
                 return job.done
             case Stage.SENDING:
                 rank.held -= need

@@ -20,6 +20,8 @@ WATERMARK = 0.01
 class Stage(Enum):
     """Where a request is on an instance."""
 
+    UNMATCHED = "unmatched"
+    """To be prefilled as soon as a decode rank has room for it."""
     FETCHING = "fetching"
     """Its prefix comes from the KV store."""
     QUEUED = "queued"

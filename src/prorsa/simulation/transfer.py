@@ -56,53 +56,67 @@ class KvStore:
 class Handover:
     """The KV cache of one request on its way from a prefill rank to a decode rank.
 
-    Tokens move as soon as they are there and the decode side has room, first come first served on both ranks' links; so
-    all but the last chunk moves while the prefill goes on. It ends on both sides: when all has arrived, or as soon as one
-    side is gone.
+    The prefill starts when a decode rank has room: so no prefill rank fills up with what nobody can take. Tokens move as
+    soon as they are there, first come first served on both ranks' links; all but the last chunk moves while the prefill
+    goes on. It ends on both sides: when all has arrived, or as soon as one side is gone.
     """
 
-    __slots__ = ("arrival", "broken", "legs", "moved", "receiver", "sender", "unsent", "whole")
+    __slots__ = ("arrival", "broken", "decode", "moved", "prefill", "room")
 
     def __init__(self) -> None:
-        self.legs: list[tuple[Core, Job]] = []
-        """The sides that have come so far."""
-        self.sender: tuple[Core, Job] | None = None
-        """Known once the prefill is served."""
-        self.receiver: tuple[Core, Job] | None = None
-        """Known once the decode has room."""
-        self.unsent = 0
-        """Tokens that are there and not on their way."""
+        self.prefill: tuple[Core, Job] | None = None
+        self.decode: tuple[Core, Job] | None = None
+        """The legs that have come."""
+        self.room = False
+        """Whether the decode leg has its place on a rank."""
         self.moved = 0
         """Tokens that are or were on their way, until they are booked as handed over or lost."""
         self.arrival = 0.0
         """When the last of them arrive."""
-        self.whole = False
-        """Nothing more will be offered."""
         self.broken = False
 
-    def meet(self, core: Core, job: Job, now: float) -> None:
+    def come(self, core: Core, job: Job, prefills: bool, now: float) -> None:
         """A leg has come. It has to end where the other one is gone already, or has other weights."""
-        self.legs.append((core, job))
-        if self.broken or self.legs[0][0].version != core.version:
+        other = self.decode if prefills else self.prefill
+        if prefills:
+            self.prefill = (core, job)
+        else:
+            self.decode = (core, job)
+        if self.broken or (other is not None and other[0].version != core.version):
             self.snap(job, now)
             core.abort(job, now)
+        else:
+            self._begin(now)
 
-    def offer(self, core: Core, job: Job, tokens: int, now: float) -> None:
-        """The prefill side has more tokens."""
-        self.sender = (core, job)
-        self.unsent += tokens
-        self.whole = job.done == job.prompt
-        self._move(now)
-
-    def accept(self, core: Core, job: Job, now: float) -> None:
+    def accept(self, now: float) -> None:
         """The decode side has room."""
-        self.receiver = (core, job)
-        self._move(now)
+        self.room = True
+        self._begin(now)
+
+    def _begin(self, now: float) -> None:
+        if self.room and self.prefill is not None:
+            core, job = self.prefill
+            core.begin(job, now)
+
+    def offer(self, tokens: int, now: float) -> None:
+        """The prefill side has so many tokens more."""
+        assert self.prefill is not None
+        assert self.decode is not None
+        (source, sent), (target, received) = self.prefill, self.decode
+        rate = min(source.profile.network_bytes_per_s, target.profile.network_bytes_per_s)
+        seconds = tokens * source.profile.kv_bytes / rate
+        for rank in (sent.rank, received.rank):
+            rank.link_busy = max(rank.link_busy, now) + seconds
+        self.arrival = max(sent.rank.link_busy, received.rank.link_busy)
+        source.statistics.moved_tokens += tokens
+        self.moved += tokens
+        if sent.done == sent.prompt:
+            source.at(self.arrival + source.profile.network_latency_s, sent)
 
     def land(self, now: float) -> int:
         """All has arrived: the decode side goes on. Returns how many tokens were moved."""
-        assert self.receiver is not None
-        core, job = self.receiver
+        assert self.decode is not None
+        core, job = self.decode
         moved, self.moved = self.moved, 0
         core.arrive(job, now)
         return moved
@@ -112,23 +126,8 @@ class Handover:
         lost, self.moved = self.moved, 0
         if not self.broken:
             self.broken = True
-            for core, other in self.legs:
-                if other is not job:
+            for leg in (self.prefill, self.decode):
+                if leg is not None and leg[1] is not job:
+                    core, other = leg
                     core.abort(other, now)
         return lost
-
-    def _move(self, now: float) -> None:
-        if self.sender is None or self.receiver is None or self.broken:
-            return
-        (source, sent), (target, received) = self.sender, self.receiver
-        if self.unsent:
-            rate = min(source.profile.network_bytes_per_s, target.profile.network_bytes_per_s)
-            seconds = self.unsent * source.profile.kv_bytes / rate
-            for rank in (sent.rank, received.rank):
-                rank.link_busy = max(rank.link_busy, now) + seconds
-            self.arrival = max(sent.rank.link_busy, received.rank.link_busy)
-            source.statistics.moved_tokens += self.unsent
-            self.moved += self.unsent
-            self.unsent = 0
-        if self.whole:
-            source.at(max(self.arrival, now) + source.profile.network_latency_s, sent)
