@@ -50,12 +50,18 @@ class Costs:
     request: float = 0.125
     context: float = 0.0
     together: float = 0.5
+    bend: int | None = None
+    """Tokens of context up to which they cost a decode nothing."""
+
+    @property
+    def least_window(self) -> int | None:
+        return self.bend
 
     def prefill_local(self, tokens: float, prefix: float) -> float:
         return self.token * tokens + self.prefix * prefix
 
     def decode_local(self, batch: float, context: float) -> float:
-        return self.request * batch + self.context * batch * context
+        return self.request * batch + self.context * batch * max(0.0, context - (self.bend or 0))
 
     def shared(self, extending: bool, mean_tokens: float, max_tokens: float) -> float:
         return self.together

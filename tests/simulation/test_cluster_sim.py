@@ -97,6 +97,20 @@ def test_both_legs_of_a_request(profile: Profile) -> None:
     run(main())
 
 
+def test_a_request_takes_its_time_on_the_way(profile: Profile) -> None:
+    async def first_token(request_s: float) -> float:
+        _, (engine,) = cluster(profile.model_copy(update={"request_s": request_s}), "M")
+        start = asyncio.get_running_loop().time()
+        async for _ in engine.generate(request()):
+            break
+        return asyncio.get_running_loop().time() - start
+
+    async def main() -> None:
+        assert await first_token(0.25) == pytest.approx(0.25 + await first_token(0.0))
+
+    run(main())
+
+
 def test_the_budget_ends_a_turn_with_length(profile: Profile) -> None:
     async def main() -> None:
         world, (engine,) = cluster(profile, "M")

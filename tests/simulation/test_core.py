@@ -125,6 +125,14 @@ def test_a_growing_context_costs_the_sum_of_its_steps() -> None:
     assert bench.statistics.steps == 11
 
 
+def test_between_the_points_of_a_fine_grid_times_are_those_of_the_grid() -> None:
+    bench = Bench(Costs(context=0.001, bend=105))
+    bench.ask(0.0, bench.core(), "a", prompt=300, target=11)
+    bench.run()
+    # Contexts of 301 to 310 tokens, of which those beyond 105 cost something.
+    assert bench.end("a") == pytest.approx(3 * 1.5 + 10 * 0.625 + 0.001 * sum(range(196, 206)))
+
+
 def test_a_decode_reports_every_period_and_at_its_end() -> None:
     bench = Bench()
     bench.ask(0.0, bench.core(stream_s=2.0), "a", prompt=100, target=11)

@@ -63,6 +63,14 @@ def test_times_between_the_points_are_interpolated_in_both_directions(tmp_path: 
     assert hand.decode_local(2, 1500) == pytest.approx(0.0035 + (0.0075 - 0.0035) / 4)
 
 
+def test_how_close_the_contexts_of_the_decode_grid_are(tmp_path: Path) -> None:
+    assert costs(tmp_path).least_window == 2000
+    closer = "".join(f"decode,{batch},1300,{batch},1,4,7,1\n" for batch in (1, 3))
+    assert costs(tmp_path, HAND + closer).least_window == 300
+    single = "".join(line for line in HAND.splitlines(keepends=True) if ",3000," not in line)
+    assert costs(tmp_path, single).least_window is None
+
+
 def test_experts_see_the_mean_of_the_ranks_and_the_exchange_the_largest(tmp_path: Path) -> None:
     hand = costs(tmp_path, step_overhead_s=0.001)
     assert hand.shared(True, 125, 200) == pytest.approx(0.025 + 0.008 + 0.001)

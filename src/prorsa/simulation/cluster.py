@@ -225,6 +225,8 @@ class SimulatedEngine:
     # The stream.
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        if self.core.profile.request_s:
+            await asyncio.sleep(self.core.profile.request_s)
         leg = self._open(request)
         try:
             while True:

@@ -29,20 +29,19 @@ from prorsa.simulation.ranks import Job, Rank, Stage
 from prorsa.simulation.statistics import ConservationError, Ledger, Statistics
 from prorsa.simulation.transfer import KvStore
 
-MAX_JUMP = 1024
-"""Steps of one event, so that the context does not grow over several points of the grid."""
 WINDOW = 1024
-"""Contexts between which the cost of a decode step is taken to be linear: the grids' points are no closer."""
+"""Contexts between which the cost of a decode step is linear, unless the grid's points are closer."""
 UNBALANCED = 1.5
 """How much more KV cache than the least loaded rank the one may have to which a prefix calls a request."""
 NEVER = math.inf
 
 
 class StepTimes:
-    """`StepCosts` that remembers. Decode costs are tabled by batch and `WINDOW` of mean contexts."""
+    """`StepCosts` that remembers. Decode costs are tabled by batch and window of mean contexts."""
 
     def __init__(self, costs: StepCosts) -> None:
         self.prefill = costs.prefill_local
+        self.window = min(WINDOW, costs.least_window or WINDOW)
         self._costs = costs
         self._decode: dict[tuple[int, int], tuple[float, float]] = {}
         self._shared: dict[tuple[float, float], float] = {}
@@ -52,8 +51,8 @@ class StepTimes:
         """(seconds at a mean context of `floor`, seconds that a further token of it adds)."""
         known = self._decode.get((batch, floor))
         if known is None:
-            low, high = (self._costs.decode_local(batch, context) for context in (floor, floor + WINDOW))
-            known = self._decode[batch, floor] = (low, (high - low) / WINDOW)
+            low, high = (self._costs.decode_local(batch, context) for context in (floor, floor + self.window))
+            known = self._decode[batch, floor] = (low, (high - low) / self.window)
         return known
 
     def shared(self, extending: bool, mean: float, most: float) -> float:
@@ -636,7 +635,8 @@ class Core:
             self._begin_prefill(now)
         elif decoding:
             # What was retracted may find room on another rank.
-            self._begin_decodes(now, 1 if retracted else MAX_JUMP)
+            # The context must not grow over several points of the grid.
+            self._begin_decodes(now, 1 if retracted else self.times.window)
         else:
             # Where a retraction has emptied every rank, what it has queued can start.
             self._end = now if retracted and self._queued else NEVER
@@ -682,8 +682,9 @@ class Core:
         """The rank's part of a decode step."""
         mean = rank.context / rank.batch
         above = mean - rank.floor
-        if rank.priced != rank.batch or not 0 <= above < WINDOW:
-            rank.floor = int(mean) // WINDOW * WINDOW
+        window = self.times.window
+        if rank.priced != rank.batch or not 0 <= above < window:
+            rank.floor = int(mean) // window * window
             rank.priced = rank.batch
             rank.low, rank.slope = self.times.decode(rank.batch, rank.floor)
             above = mean - rank.floor

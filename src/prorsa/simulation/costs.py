@@ -20,6 +20,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -40,7 +41,11 @@ class StepCosts:
     def __init__(self, profile: Profile) -> None:
         """Raises `ConfigError` with the file, the line, the value and the remedy where the grid cannot be used."""
         path = Path(profile.directory) / profile.grid
-        prefill, decode = (_Phase(grid, profile.expert_imbalance) for grid in _read(path))
+        grids = tuple(_read(path))
+        prefill, decode = (_Phase(grid, profile.expert_imbalance) for grid in grids)
+        gaps = [above - below for below, above in pairwise(grids[1].contexts)]
+        self.least_window = max(1, int(min(gaps))) if gaps else None
+        """Tokens of context between the two points of the decode grid that are closest; None where it has only one."""
         self._prefill_local = prefill.local.at
         self._decode_local = decode.local.at
         self._shared = {True: (prefill.moe.at, prefill.comm.at), False: (decode.moe.at, decode.comm.at)}

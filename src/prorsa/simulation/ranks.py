@@ -187,7 +187,7 @@ class Rank:
         self.cost = 0.0
         """Of its part of the present step, seconds."""
         self.priced = -1
-        """The batch for which `low` and `slope` hold, for mean contexts from `floor` to `floor + WINDOW`."""
+        """The batch for which `low` and `slope` hold, for mean contexts of the window that begins at `floor`."""
         self.floor = 0
         self.low = 0.0
         self.slope = 0.0
