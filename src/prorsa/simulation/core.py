@@ -405,6 +405,7 @@ class Core:
         rank.join(job)
         self.statistics.cached_tokens += job.cached
         self.statistics.fetched_tokens += job.fetched
+        self.statistics.add_prompt(now, job.context, job.computed)
         self.ledger.prompts += job.context
         self.ledger.computed += job.computed
         job.computed = 0

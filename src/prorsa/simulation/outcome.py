@@ -14,9 +14,6 @@ from prorsa.report.comparison import RoleCount
 from prorsa.report.volumes import Volume
 from prorsa.simulation.cluster import Statistics
 
-WINDOW = 10.0
-"""Seconds of a token window (paper, Fig. 3)."""
-
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
@@ -59,7 +56,7 @@ class RunOutcome:
     """From sampling to the end of the reward, of every trajectory that is done."""
     statistics: Statistics
     tokens: list[Volume]
-    """In windows of `WINDOW` seconds from 0 on: prompts when their prefill was done, output tokens when they were decoded."""
+    """In bins of `BIN_S` seconds from 0 on: prompts when their prefill was done, resends included, output when decoded."""
     forecasts: list[ForecastWindow]
     roles: list[RoleCount]
     """After each change."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -37,7 +36,6 @@ from prorsa.simulation.costs import StepCosts
 from prorsa.simulation.environment import questions, simulated_environment
 from prorsa.simulation.model import PseudoModel
 from prorsa.simulation.outcome import (
-    WINDOW,
     FlipRecord,
     ForecastWindow,
     RunOutcome,
@@ -46,6 +44,7 @@ from prorsa.simulation.outcome import (
 from prorsa.simulation.profile import Profile
 from prorsa.simulation.scenario import PolicySection, RolloutSection, Scenario
 from prorsa.simulation.scripts import Workload
+from prorsa.simulation.statistics import BIN_S, Statistics
 from prorsa.simulation.workloads import build_workload
 
 QUESTIONS = 4096
@@ -212,11 +211,11 @@ async def _run(setting: _Setting, progress: Progress | None, record_to: Path | N
                 trainer = _Trainer(control, rollout)
                 steps = await _steps(controller, trainer, rollout, watch, recorder, progress)
                 # What still runs is dropped when the controller closes: it is no part of the result.
-                watch.close()
+                watch.close(controller.lost)
         finally:
             await control.stop()
         cluster.check()
-    return watch.outcome(setting, steps, forecaster, cluster, controller.lost)
+    return watch.outcome(setting, steps, forecaster, cluster.statistics)
 
 
 async def _steps(
@@ -341,9 +340,6 @@ class _Watch(Observer):
 
     def __init__(self) -> None:
         self._open = True
-        self._full: Counter[int] = Counter()
-        self._uncached: Counter[int] = Counter()
-        """Prompt tokens by token window."""
         self._roles: list[RoleCount] = []
         self._instances: dict[str, tuple[Role, InstanceState]] = {}
         self._flips: list[FlipRecord] = []
@@ -351,10 +347,12 @@ class _Watch(Observer):
         self._turns = self._resends = self._dropped = self._live = self._live_max = 0
         self._kv_use: list[tuple[float, float]] = []
         self._end = 0.0
+        self._lost_groups = 0
 
-    def close(self) -> None:
+    def close(self, lost_groups: int) -> None:
         """What comes now is no part of the run."""
         self._open = False
+        self._lost_groups = lost_groups
         self._end = asyncio.get_running_loop().time()
 
     def transition(self, transition: Transition) -> None:
@@ -384,9 +382,6 @@ class _Watch(Observer):
             return
         self._turns += 1
         self._resends += turn.attempts - 1
-        window = int((turn.ready if turn.first_token is None else turn.first_token) // WINDOW)
-        self._full[window] += turn.prompt_tokens
-        self._uncached[window] += turn.prompt_tokens - turn.cached_tokens
 
     def instance(self, time: float, name: str, role: Role, state: InstanceState) -> None:
         self._instances[name] = (role, state)
@@ -401,16 +396,14 @@ class _Watch(Observer):
         setting: _Setting,
         steps: list[StepOutcome],
         forecaster: _Scored,
-        cluster: SimulatedCluster,
-        lost_groups: int,
+        statistics: Statistics,
     ) -> RunOutcome:
-        statistics = cluster.statistics
         return RunOutcome(
             policy=setting.name,
             steps=steps,
             trajectory_s=self._trajectory_s,
             statistics=statistics,
-            tokens=self._volumes({index: tokens for index, (_, tokens) in statistics.itl_over_time.items()}),
+            tokens=_volumes(statistics),
             forecasts=forecaster.windows,
             roles=self._roles,
             flips=self._flips,
@@ -418,7 +411,7 @@ class _Watch(Observer):
             resends=self._resends,
             done=len(self._trajectory_s),
             dropped=self._dropped,
-            lost_groups=lost_groups,
+            lost_groups=self._lost_groups,
             live_max=self._live_max,
             kv_use=self._kv_use,
             seconds=self._end,
@@ -427,15 +420,13 @@ class _Watch(Observer):
             gpus=setting.scenario.hardware.gpus,
         )
 
-    def _volumes(self, decoded: dict[int, float]) -> list[Volume]:
-        count = 1 + max([*decoded, *self._full], default=-1)
-        return [
-            Volume(
-                start=window * WINDOW,
-                end=(window + 1) * WINDOW,
-                prompt_tokens=self._full[window],
-                uncached_tokens=self._uncached[window],
-                decoded_tokens=decoded.get(window, 0.0),
-            )
-            for window in range(count)
-        ]
+
+def _volumes(statistics: Statistics) -> list[Volume]:
+    """In consecutive bins from the start of the run."""
+    prompts, decoded = statistics.prompts_over_time, statistics.itl_over_time
+    volumes = []
+    for index in range(1 + max([*prompts, *decoded], default=-1)):
+        full, computed = prompts.get(index, (0, 0))
+        _, tokens = decoded.get(index, (0.0, 0.0))
+        volumes.append(Volume(index * BIN_S, (index + 1) * BIN_S, full, computed, tokens))
+    return volumes

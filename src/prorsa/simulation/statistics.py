@@ -63,11 +63,18 @@ class Statistics:
     """Inter-token latency, weighted by tokens. From the second token of a decode that nothing interrupts."""
     itl_over_time: dict[int, tuple[float, float]] = field(default_factory=dict)
     """(seconds, tokens) by bin of `BIN_S`: the latencies of the tokens that were decoded then."""
+    prompts_over_time: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """(full length, computed tokens) by bin of `BIN_S`: of the prompts whose prefill was done then, resends included."""
 
     @property
     def idle_ratio(self) -> float:
         """Share of the step time that ranks waited at the barrier."""
         return (self.interference_s + self.imbalance_s) / self.step_s if self.step_s else 0.0
+
+    def add_prompt(self, time: float, full: int, computed: int) -> None:
+        index = int(time / BIN_S)
+        before = self.prompts_over_time.get(index, (0, 0))
+        self.prompts_over_time[index] = (before[0] + full, before[1] + computed)
 
     def add_latency(self, start: float, end: float, latency: float, tokens: float) -> None:
         """`tokens` tokens made evenly from `start` to `end`, each `latency` seconds after the one before."""
