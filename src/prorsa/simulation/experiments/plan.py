@@ -23,8 +23,8 @@ from prorsa.simulation.workloads import build_workload
 CADENCES = (0, 4, 16, 64)
 SPLITS = 8
 """Static splits are tried at eighths of the cluster."""
-KEPT_SPLIT, KEPT_COLOCATED = 3, 2
-"""Ways that go on to whole trajectories."""
+KEPT = {"adaptive": 1, "static": 2, "colocated": 2}
+"""Ways that go on to whole trajectories, by policy."""
 SAMPLE = 64
 """Scripts from which the length of a short trajectory is worked out."""
 TIE = 0.02
@@ -249,7 +249,7 @@ def plan(request: Request, grid: Grid) -> Advice:
     bench = _Bench(request, grid)
     candidates = ways(request)
     short = bench.times(candidates, seed=0, short=True)
-    kept = _best(short, False, KEPT_SPLIT) + _best(short, True, KEPT_COLOCATED)
+    kept = [way for policy, count in KEPT.items() for way in _best(short, policy, count)]
     plain = min((way for way in short if way.plain), key=lambda way: short[way])
     full = bench.times([*kept, plain], seed=0)
     tried = tuple(
@@ -275,8 +275,8 @@ def plan(request: Request, grid: Grid) -> Advice:
     )
 
 
-def _best(times: Mapping[Way, float], colocated: bool, count: int) -> list[Way]:
-    return sorted((way for way in times if way.colocated is colocated), key=lambda way: times[way])[:count]
+def _best(times: Mapping[Way, float], policy: str, count: int) -> list[Way]:
+    return sorted((way for way in times if way.policy.name == policy), key=lambda way: times[way])[:count]
 
 
 INFLUENCES: dict[str, dict[str, dict[str, Any]]] = {
