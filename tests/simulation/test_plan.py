@@ -213,7 +213,7 @@ def test_few_ways_run_whole_and_only_the_last_run_again() -> None:
     advice, ran = advised(usual)
     whole = [job for job in ran if job.scenario.workload.max_context == asked().workload.max_context]
     first = [job for job in whole if job.scenario.seed == 0]
-    # The adaptive split, two static and two colocated ways, and plain colocation; then split, colocated and plain at two more seeds.
+    # The adaptive split, two static and two colocated ways, and plain colocation; then the last three at two more seeds.
     assert len(first) == 6
     assert len(whole) == 6 + 2 * 3
     assert len({job.key for job in ran}) == len(ran)
