@@ -229,6 +229,17 @@ def test_a_prefill_starts_when_a_decode_rank_has_room() -> None:
     assert bench.end("b", Role.DECODE) == pytest.approx(a + 2.5 + 0.05 + 0.625)
 
 
+def test_a_decode_of_one_token_leaves_its_room_to_the_next() -> None:
+    bench = Bench(ranks=1, kv_tokens=300)
+    prefill, decode = bench.core(Role.PREFILL), bench.core(Role.DECODE)
+    for name in ("a", "b"):
+        bench.ask_pair(0.0, prefill, decode, name, prompt=200, target=1)
+    bench.run()
+    # The prefill has made the only token.
+    assert bench.end("a", Role.DECODE) == pytest.approx(3.1)
+    assert bench.end("b", Role.DECODE) == pytest.approx(6.2)
+
+
 def test_a_full_batch_keeps_what_has_arrived_waiting() -> None:
     bench = Bench(ranks=1, max_running=1)
     prefill, decode = bench.core(Role.PREFILL), bench.core(Role.DECODE)
