@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import socket
@@ -85,6 +86,16 @@ async def test_a_streamed_chat_is_the_whole_one_in_pieces() -> None:
         assert len(logprobs) == last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
         assert last["choices"] == []
         assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+@pytest.mark.parametrize("text", ["a < b <tool", "blanks at the end \n ", "<tool_call>none</tool_call>", "."])
+@on_a_loop
+async def test_what_a_streamed_chat_held_back_comes_at_its_end(text: str) -> None:
+    async with bench(saying(text)) as gateway:
+        body = {"messages": [QUESTION], "tools": [PYTHON], "stream": True}
+        async with gateway.http.post(gateway.url + CHAT, json=body) as response:
+            chunks = await events(response)
+        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == text
 
 
 @on_a_loop
@@ -299,6 +310,16 @@ async def test_a_vanished_client_leaves_nothing_behind(stream: bool) -> None:
         assert 'prorsa_trajectories_ended_total{end="dropped"} 1' in (await gateway.get("/metrics"))[1]
 
 
+def rest_of(client: socket.socket) -> bytes:
+    """What is left in a connection that the other side has ended; TimeoutError where it has not."""
+    client.settimeout(2.0)
+    received = b""
+    with client, contextlib.suppress(ConnectionResetError):
+        while data := client.recv(1 << 20):
+            received += data
+    return received
+
+
 @on_a_loop
 async def test_a_client_that_does_not_read_frees_its_engines_and_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long pieces fill the buffers between: of the sockets, and of the server."""
@@ -312,7 +333,9 @@ async def test_a_client_that_does_not_read_frees_its_engines_and_is_let_go(monke
         await until(lambda: gateway.engines[1].legs)
         await gateway.idle()
         assert gateway.control.status().output_tokens < 200
-        client.close()
+        received = await asyncio.to_thread(rest_of, client)
+        assert b"[DONE]" not in received
+        assert len(received) < 50_000_000, "what waited for it in the gateway is gone"
 
 
 @on_a_loop

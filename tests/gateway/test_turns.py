@@ -193,6 +193,20 @@ def test_an_empty_answer_does_not_make_others_its_continuation() -> None:
             other = [QUESTION, {"role": "assistant", "content": "Hm."}, {"role": "user", "content": "So?"}]
             second, _ = await gateway.chat(other)
             assert second.trajectory != first.trajectory
+            empty = await gateway.complete("Once")
+            assert (await gateway.complete("Once upon a time")).trajectory != empty.trajectory
+
+    run(main())
+
+
+def test_an_answer_that_another_only_begins_with_is_not_its_past() -> None:
+    async def main() -> None:
+        async with front(saying("OK", "Well.")) as gateway:
+            first, answer = await gateway.chat([QUESTION])
+            other = [QUESTION, {"role": "assistant", "content": "OK, let me see."}, {"role": "user", "content": "So?"}]
+            assert (await gateway.chat(other))[0].trajectory != first.trajectory
+            mine = [QUESTION, answer, {"role": "user", "content": "So?"}]
+            assert (await gateway.chat(mine))[0].name == first.name
 
     run(main())
 
@@ -340,6 +354,20 @@ def test_a_client_that_leaves_frees_its_engines_and_ends_its_trajectory(after: f
     run(main())
 
 
+def test_who_waits_behind_a_request_that_is_cancelled_begins_a_new_trajectory() -> None:
+    async def main() -> None:
+        async with front(token_s=1.0) as gateway:
+            leaving, waiting = (asyncio.create_task(gateway.complete(f"Prompt {i}", name="t")) for i in range(2))
+            await asyncio.sleep(3.5)
+            leaving.cancel()
+            running = await waiting
+            assert (running.name, running.number) == ("t", 0)
+            assert running.trajectory != "t"
+            assert gateway.state("t") is State.DROPPED
+
+    run(main())
+
+
 def test_a_turn_that_is_cancelled_before_its_first_step_leaves_its_trajectory_free() -> None:
     async def main() -> None:
         async with front() as gateway:
@@ -405,6 +433,7 @@ def test_a_prompt_that_fills_the_context_is_refused_and_changes_nothing() -> Non
                 await gateway.complete([40] * 512, name="t")
             assert caught.value.code == "context_length_exceeded"
             assert gateway.notes.events == []
+            assert len(gateway.trajectories) == 0
             running = await gateway.complete([40] * 510, name="t")
             assert len(running.output.ids) == 2, "the budget is cut to the room"
             assert running.task.result().finish is FinishReason.LENGTH

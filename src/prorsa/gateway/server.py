@@ -214,7 +214,7 @@ class Gateway:
                 await response.write(data)
         except TimeoutError:
             if request.transport is not None:
-                request.transport.abort()
+                request.transport.abort()  # closing it would wait for what is still unread
             raise ConnectionResetError(f"its client read nothing for {self._limits.write_timeout:g} s") from None
 
     # The rest.
