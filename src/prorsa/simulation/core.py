@@ -607,10 +607,10 @@ class Core:
             if job.stage is not Stage.ENDED:
                 self._finish(job, FinishReason.ABORT, now)
         self._ending.clear()
-        if self._unplaced:
-            self._place_decodes(now)
         if self._arrived:
             self._join_batches(now)
+        if self._unplaced:
+            self._place_decodes(now)
         self._begin(now)
 
     def _begin(self, now: float) -> None:
