@@ -60,6 +60,7 @@ class Attempt:
     """What went wrong on our side, not on an engine's: the caller of the turn gets it."""
     verdict: Verdict | None = None
     """None while it lives."""
+    rid: str = field(init=False)
     turn: Turn = field(init=False)
     legs: dict[asyncio.Task[None], Instance] = field(default_factory=dict)
     """Those that are still open."""
@@ -68,9 +69,8 @@ class Attempt:
     closed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Done when the legs are closed and the books of its instances are cleared."""
 
-    @property
-    def rid(self) -> str:
-        return self.request.rid
+    def __post_init__(self) -> None:
+        self.rid = self.request.rid
 
     @property
     def trajectory(self) -> str:

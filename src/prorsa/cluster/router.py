@@ -15,7 +15,6 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -271,7 +270,7 @@ class Router:
         try:
             # Engines implement `generate` as an async generator: closing it is how a leg is cancelled.
             stream = cast(AsyncGenerator[Chunk, None], instance.engine.generate(attempt.request))
-            async with aclosing(stream):
+            try:
                 async for chunk in stream:
                     if chunk.finish is not FinishReason.ABORT:
                         attempt.progressed_at = self._moved_at = self._now
@@ -279,6 +278,8 @@ class Router:
                     take(attempt, chunk)
                     if chunk.finish is not None:
                         return
+            finally:
+                await stream.aclose()
             raise EngineGone(f"engine {instance.name}: asked {attempt.rid}; the stream ended without a finish")
         except EngineBusy as error:
             self._back_off(instance)

@@ -97,27 +97,30 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def _run_once(self) -> None:
         """One round: run every handle that is ready, those of the timers that are due included."""
-        if not self._ready and not self._stopping:
+        ready = self._ready
+        if not ready and not self._stopping:
             self._jump()
         self._rounds += 1
         if self._rounds > MAX_ROUNDS:
             self._rounds = 0
             raise Livelock(f"time stands at {self._now} s for {MAX_ROUNDS} rounds; {_waiting(asyncio.all_tasks(self))}")
-        while self._timers and self._timers[0][0] <= self._now:
-            self._ready.append(self._pop())
-        for _ in range(len(self._ready)):
-            handle = self._ready.popleft()
+        timers = self._timers
+        while timers and timers[0][0] <= self._now:
+            ready.append(self._pop())
+        for _ in range(len(ready)):
+            handle = ready.popleft()
             if not handle.cancelled():
                 handle._run()
 
     def _jump(self) -> None:
         """To the next timer that is not cancelled."""
-        while self._timers and self._timers[0][2].cancelled():
+        timers = self._timers
+        while timers and timers[0][2].cancelled():
             self._pop()
-        if not self._timers:
+        if not timers:
             raise Deadlock(f"no timer is set; {_waiting(asyncio.all_tasks(self))}")
-        if self._timers[0][0] > self._now:
-            self._now = self._timers[0][0]
+        if timers[0][0] > self._now:
+            self._now = timers[0][0]
             self._rounds = 0
 
     def _pop(self) -> asyncio.TimerHandle:

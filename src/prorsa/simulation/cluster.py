@@ -303,6 +303,8 @@ class SimulatedEngine:
         del self._legs[request.rid]
         if self.alive:
             self.core.abort(leg.job, self._loop.time())
+        # The job knows the leg that it reports to: a cycle would be left for the garbage collector.
+        del leg.job
         if request.bootstrap is not None:
             self._cluster.forget(request.bootstrap)
 
