@@ -192,6 +192,39 @@ def test_all_but_the_last_chunk_moves_while_the_prefill_goes_on(tokens_per_s: in
     assert bench.statistics.step_s == pytest.approx(4.0 + 2 * 0.625)
 
 
+def test_the_host_takes_its_time_for_each_further_request_of_a_chunk() -> None:
+    bench = Bench(ranks=1, prefill_request_s=0.0625)
+    core = bench.core()
+    for name in ("a", "b", "c"):
+        bench.ask(0.0, core, name, prompt=30, target=1)
+    bench.run()
+    # 90 tokens in one step: 0.9 + 0.5 s, and twice the host's time.
+    assert bench.end("c") == pytest.approx(1.4 + 2 * 0.0625)
+
+
+def test_the_host_takes_its_time_for_a_request_that_joins_a_decode() -> None:
+    bench = Bench(ranks=1, network_bytes_per_s=1e9, decode_request_s=0.25)
+    prefill, decode = bench.core(Role.PREFILL), bench.core(Role.DECODE)
+    bench.ask_pair(0.0, prefill, decode, "a", prompt=100, target=11)
+    bench.run()
+    # Only the first of ten steps is longer.
+    assert bench.end("a", Role.DECODE) == pytest.approx(1.5 + 0.25 + 10 * 0.625)
+    assert bench.statistics.steps == 1 + 10
+
+
+def test_a_handover_waits_for_steps_of_a_decoding_instance_alone() -> None:
+    bench = Bench(ranks=1, network_bytes_per_s=1e9, handover_steps=2)
+    prefill, decode = bench.core(Role.PREFILL), bench.core(Role.DECODE)
+    bench.ask_pair(0.0, prefill, decode, "a", prompt=100, target=101)
+    bench.ask_pair(2.0, prefill, decode, "b", prompt=100, target=2)
+    bench.run()
+    assert bench.seen["a/prefill"].end == pytest.approx(1.5)
+    # It is prefilled at 3.5; a decodes then, 0.625 s a step.
+    assert bench.seen["b/prefill"].end == pytest.approx(3.5 + 2 * 0.625)
+    # It joins at the next end of a step, 5 s after a's first one began at 1.5, and decodes one token together with a.
+    assert bench.end("b", Role.DECODE) == pytest.approx(1.5 + 6 * 0.625 + 0.75)
+
+
 def test_a_cached_prefix_moves_from_the_start_of_service() -> None:
     bench = Bench(network_bytes_per_s=1000.0)
     prefill, decode = bench.core(Role.PREFILL), bench.core(Role.DECODE)

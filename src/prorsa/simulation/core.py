@@ -117,6 +117,8 @@ class Core:
         """Requests in the ranks' queues."""
         self._since_prefill = 0
         """Decode steps since the last step that prefilled."""
+        self._joining_s = 0.0
+        """Host time of the requests that join the next decode step."""
         # The present step, or steps: `_steps` of them from `_start` to `_end`; 0 while there is nothing to do. The first
         # takes `_first` seconds, each later one `_growth` more; of that, `_shared` is not the ranks' own.
         self._steps = 0
@@ -240,6 +242,11 @@ class Core:
     def running(self) -> int:
         """Requests that steps work on."""
         return sum(rank.batch + rank.serving for rank in self.ranks)
+
+    @property
+    def step_s(self) -> float:
+        """How long the present step takes; 0 where there is none."""
+        return self._first if self._steps else 0.0
 
     def generated(self, job: Job) -> int:
         """Tokens of a job as of the last settled step."""
@@ -382,6 +389,7 @@ class Core:
         tokens = self.profile.chunk - budget
         if tokens:
             rank.cost = self.times.prefill(tokens, weighted / tokens)
+            rank.cost += (len(rank.chunk) - 1) * self.profile.prefill_request_s
 
     def _chunk_done(self, rank: Rank, now: float) -> None:
         for job, tokens in rank.chunk:
@@ -459,6 +467,7 @@ class Core:
         for job in self._arrived:
             if job.rank.batch < self.profile.max_running:
                 job.rank.held -= job.context + 1
+                self._joining_s += self.profile.decode_request_s
                 self._first_token(job, now)
             else:
                 waiting.append(job)
@@ -635,9 +644,9 @@ class Core:
         if extending:
             self._begin_prefill(now)
         elif decoding:
-            # What was retracted may find room on another rank.
-            # The context must not grow over several points of the grid.
-            self._begin_decodes(now, 1 if retracted else self.times.window)
+            # What was retracted may find room on another rank. Only the next step waits for who joins. The context must
+            # not grow over several points of the grid.
+            self._begin_decodes(now, 1 if retracted or self._joining_s else self.times.window)
         else:
             # Where a retraction has emptied every rank, what it has queued can start.
             self._end = now if retracted and self._queued else NEVER
@@ -676,7 +685,8 @@ class Core:
         if steps > 1:
             costs = [rank.cost + rank.slope * (steps - 1) for rank in decoding]
             last, last_own = max(costs), sum(costs)
-        self._shared = self.times.shared(False, tokens / len(self.ranks), most)
+        self._shared = self.times.shared(False, tokens / len(self.ranks), most) + self._joining_s
+        self._joining_s = 0.0
         self._set_steps(steps, now, slowest, last, own, last_own)
 
     def _price(self, rank: Rank) -> float:

@@ -111,7 +111,8 @@ class Handover:
         source.statistics.moved_tokens += tokens
         self.moved += tokens
         if sent.done == sent.prompt:
-            source.at(self.arrival + source.profile.network_latency_s, sent)
+            waiting = source.profile.network_latency_s + target.profile.handover_steps * target.step_s
+            source.at(self.arrival + waiting, sent)
 
     def land(self, now: float) -> int:
         """All has arrived: the decode side goes on. Returns how many tokens were moved."""
