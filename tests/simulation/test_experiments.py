@@ -364,6 +364,13 @@ def test_every_row_of_the_evaluation_is_on_the_page(found: list[Section]) -> Non
     assert text == page(sections(FIGURES, lab()), QUICK)
 
 
+@pytest.mark.parametrize("key", [figure.key for figure in FIGURES])
+def test_a_figure_alone_runs_all_that_it_tells(key: str) -> None:
+    (alone,) = sections(figures_named([key]), lab())
+    assert alone.key == key
+    assert alone.markdown("pictures").startswith(f"## {alone.title}\n\n`prorsa reproduce --only {key}`")
+
+
 def findings(found: list[Section], key: str) -> dict[str, Finding]:
     section = next(section for section in found if section.key == key)
     return {finding.row: finding for finding in section.findings}
@@ -395,8 +402,9 @@ def test_what_does_not_agree_has_a_reason_that_says_what_it_is(found: list[Secti
     given = [finding.reason for section in found for finding in section.findings if finding.reason]
     assert given
     assert all("Verified" in reason or "Conjecture" in reason for reason in given)
-    agreed = [finding for section in found for finding in section.findings if finding.verdict is Verdict.AGREES]
-    assert not any(finding.reason for finding in agreed)
+    for section in found:
+        for finding in section.findings:
+            assert bool(finding.reason) == (finding.verdict is not Verdict.AGREES), finding
     text = page(found, QUICK)
     for section in found:
         for finding in section.findings:

@@ -10,7 +10,7 @@ from prorsa.simulation.experiments.grid import Job
 from prorsa.simulation.experiments.page import Section
 from prorsa.simulation.experiments.paper import Range
 from prorsa.simulation.experiments.settings import ADAPTIVE, SETTINGS, Lab, Setting
-from prorsa.simulation.experiments.verdicts import span
+from prorsa.simulation.experiments.verdicts import Verdict, span, verdict
 from prorsa.simulation.outcome import RunOutcome
 from prorsa.simulation.scenario import PolicySection
 
@@ -50,6 +50,19 @@ def long_jobs(tasks: Sequence[str], staleness: Sequence[str]) -> Callable[[Lab],
 
 def long_run(lab: Lab, task: str, staleness: str, policy: PolicySection = ADAPTIVE) -> RunOutcome:
     return lab.grid.outcome(long_job(lab, Setting(MIMO, task, staleness), policy))
+
+
+WORKLOAD = (
+    "Conjecture: the lengths and durations of the paper's tasks are not public; ours are fits to public runs of agents, "
+    "which differ threefold among themselves."
+)
+"""Why the workload may not look like the paper's."""
+
+
+def judged(agrees: bool, direction: bool = False, reason: Callable[[], str] = lambda: WORKLOAD) -> tuple[Verdict, str]:
+    """The verdict of a finding, and the reason where it does not agree."""
+    found = verdict(agrees, direction)
+    return found, "" if found is Verdict.AGREES else reason()
 
 
 def short(setting: Setting) -> str:

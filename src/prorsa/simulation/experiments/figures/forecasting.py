@@ -7,12 +7,12 @@ from statistics import correlation, fmean
 
 from prorsa.report.svg import Bars, Chart, Series, bar_chart, line_chart
 from prorsa.simulation.experiments import paper
-from prorsa.simulation.experiments.figures.common import MIMO, long_job, long_jobs, long_run, percent, short
+from prorsa.simulation.experiments.figures.common import MIMO, judged, long_job, long_jobs, long_run, percent, short
 from prorsa.simulation.experiments.grid import Job
 from prorsa.simulation.experiments.page import Section, Table
 from prorsa.simulation.experiments.paper import Range
 from prorsa.simulation.experiments.settings import ADAPTIVE, Lab, Setting, spoken
-from prorsa.simulation.experiments.verdicts import RATIO_TOLERANCE, Finding, Verdict, span, verdict, within
+from prorsa.simulation.experiments.verdicts import RATIO_TOLERANCE, Finding, span, within
 from prorsa.simulation.outcome import RunOutcome
 from prorsa.simulation.scenario import PolicySection
 
@@ -66,16 +66,23 @@ def _harder_task(prefill: Sequence[float], admitted: Sequence[float]) -> Finding
         "mean WAPE, general agent over coding agent",
         "higher",
         f"{general / coding:.2f}x",
-        verdict(general > coding),
+        *judged(general > coding),
     )
 
 
 def _wape_finding(
     lab: Lab, row: str, ours: Sequence[float], values: Range, measure: Callable[[RunOutcome], float]
 ) -> Finding:
-    judged = verdict(within(ours, values), max(ours) <= values.high * (1 + RATIO_TOLERANCE))
-    reason = "" if judged is Verdict.AGREES else _wape_reason(lab, measure)
-    return Finding(row, percent([values.low, values.high]), percent(ours), judged, reason)
+    return Finding(
+        row,
+        percent([values.low, values.high]),
+        percent(ours),
+        *judged(
+            within(ours, values),
+            max(ours) <= values.high * (1 + RATIO_TOLERANCE),
+            lambda: _wape_reason(lab, measure),
+        ),
+    )
 
 
 def _wape_reason(lab: Lab, measure: Callable[[RunOutcome], float]) -> str:
@@ -133,7 +140,11 @@ def fig9(lab: Lab) -> Section:
         "correlation of forecast and measured prefill load",
         "forecasts align with the load (plot)",
         span(correlations),
-        verdict(min(correlations) >= 0.9, min(correlations) >= 0.5),
+        *judged(
+            min(correlations) >= 0.9,
+            min(correlations) >= 0.5,
+            lambda: _wape_reason(lab, RunOutcome.prefill_wape),
+        ),
     )
     text = "MiMo-V2.5-Pro under Prorsa, staleness 8, the first three steps; vertical lines mark their ends."
     return Section("fig9", "Fig. 9: forecast and measured load", text, [finding], charts=charts)

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import fmean
 
 from prorsa.report.svg import Bars, bar_chart
 from prorsa.simulation.experiments import paper
-from prorsa.simulation.experiments.figures.common import MIMO, MIMO_SETTINGS, QWEN, short, stated
+from prorsa.simulation.experiments.figures.common import (
+    MIMO,
+    MIMO_SETTINGS,
+    QWEN,
+    WORKLOAD,
+    judged,
+    short,
+    stated,
+)
 from prorsa.simulation.experiments.figures.throughput import DOUBLED, decode_ep_ratios
 from prorsa.simulation.experiments.grid import Job
 from prorsa.simulation.experiments.page import Section, Table
 from prorsa.simulation.experiments.settings import ADAPTIVE, Lab, Setting, static
-from prorsa.simulation.experiments.verdicts import Finding, Verdict, near, span, verdict, within, within_gains
+from prorsa.simulation.experiments.verdicts import Finding, near, span, within, within_gains
+
+GAIN_TOLERANCE = 0.05
+"""Gains as small as these would agree with anything within a fifth."""
+KV_PRESSURE = 0.8
+"""Share of the decode instances' KV capacity from which on it holds requests back."""
 
 
 def fig7_jobs(lab: Lab) -> list[Job]:
@@ -28,7 +41,6 @@ def fig7(lab: Lab) -> Section:
     prorsa = {setting: lab.outcome(setting, ADAPTIVE) for setting in MIMO_SETTINGS}
     best = {setting: min(row, key=lambda split: row[split]) for setting, row in times.items()}
     gains = {setting: times[setting][best[setting]] / prorsa[setting].rollout_s for setting in MIMO_SETTINGS}
-    ours = list(gains.values())
     fixed = {task: _best_for_task(times, task) for task in paper.TASKS}
     per_task = [times[s][fixed[s.task]] / prorsa[s].rollout_s for s in MIMO_SETTINGS]
     findings = [
@@ -36,24 +48,13 @@ def fig7(lab: Lab) -> Section:
             "gain over the best static split of each task",
             stated(paper.SWITCHING_GAIN, unit="x"),
             f"{span(per_task)}x",
-            verdict(within(per_task, paper.SWITCHING_GAIN, 0.05), fmean(per_task) > 1),
-            _switching_reason(lab, per_task),
+            *judged(
+                within(per_task, paper.SWITCHING_GAIN, GAIN_TOLERANCE),
+                fmean(per_task) > 1,
+                lambda: _switching_reason(lab),
+            ),
         ),
-        Finding(
-            "gain over the best static split of each setting",
-            "not stated",
-            f"{span(ours)}x",
-            verdict(min(ours) >= 0.95, fmean(ours) > 1),
-        ),
-        *(
-            Finding(
-                f"best static split, {task}",
-                paper.BEST_SPLIT[task],
-                fixed[task],
-                verdict(fixed[task] == paper.BEST_SPLIT[task], _one_apart(fixed[task], paper.BEST_SPLIT[task])),
-            )
-            for task in paper.TASKS
-        ),
+        *(_split_finding(lab, task, fixed[task], times) for task in paper.TASKS),
     ]
     header = ["task", "staleness", *lab.budget.splits, "Prorsa", "gain over the best", "flips"]
     rows = [
@@ -78,8 +79,9 @@ def fig7(lab: Lab) -> Section:
     )
     text = (
         "MiMo-V2.5-Pro, eight instances: Prorsa against every static prefill:decode split, mean rollout seconds of a step. "
-        "The paper compares with one split for each task, the best of which we take over all staleness settings. In "
-        "direction: one instance apart; a gain on average."
+        "The paper compares with one split for each task; ours is the best over all staleness settings. Over the best split "
+        f"of each setting, known only afterwards, the gain is {span(list(gains.values()))}x. In direction: a gain on average; a "
+        "split one instance apart."
     )
     return Section(
         "fig7",
@@ -97,21 +99,32 @@ def _best_for_task(times: Mapping[Setting, Mapping[str, float]], task: str) -> s
     return min(rows[0], key=lambda split: fmean(row[split] / min(row.values()) for row in rows))
 
 
-def _one_apart(one: str, other: str) -> bool:
-    return abs(int(one.split(":")[0]) - int(other.split(":")[0])) <= 1
+def _split_finding(lab: Lab, task: str, ours: str, times: Mapping[Setting, Mapping[str, float]]) -> Finding:
+    theirs = paper.BEST_SPLIT[task]
+    apart = abs(int(ours.split(":")[0]) - int(theirs.split(":")[0]))
+
+    def reason() -> str:
+        slower = fmean(row[theirs] / row[ours] for setting, row in times.items() if setting.task == task) - 1
+        return f"Verified by the runs: the paper's split is {100 * slower:.1f} % slower than ours here. {WORKLOAD}"
+
+    return Finding(f"best static split, {task}", theirs, ours, *judged(ours == theirs, apart <= 1, reason))
 
 
-def _switching_reason(lab: Lab, gains: Sequence[float]) -> str:
-    if within(gains, paper.SWITCHING_GAIN, 0.05):
-        return ""
+def _switching_reason(lab: Lab) -> str:
     peaks = {
         task: max(lab.outcome(Setting(MIMO, task, s), ADAPTIVE).kv_peak for s in paper.STALENESS)
         for task in paper.TASKS
     }
     fullest = ", ".join(f"{task} {100 * peak:.0f} %" for task, peak in peaks.items())
+    free = max(peaks.values()) < KV_PRESSURE
     return (
         f"Verified by the runs: the decode instances' KV capacity is used at most to {fullest}. The paper explains its gain "
-        "by KV pressure. Conjecture: its runs had more requests in flight for the capacity."
+        "by KV pressure. Conjecture: "
+        + (
+            "its runs had more requests for the capacity."
+            if free
+            else "with the pressure there, the dead time and the resends of the switches take the gain back."
+        )
     )
 
 
@@ -128,7 +141,7 @@ def _pairs(lab: Lab, model: str) -> list[tuple[str, str]]:
 
 def doubled_jobs(lab: Lab) -> list[Job]:
     jobs = []
-    for model, (profile, _) in DOUBLED.items():
+    for model, profile in DOUBLED.items():
         setting = Setting(model, "coding-agent", "on-policy")
         for equal, doubled in _pairs(lab, model):
             jobs.append(lab.job(setting, static(equal)))
@@ -138,7 +151,7 @@ def doubled_jobs(lab: Lab) -> list[Job]:
 
 def doubled(lab: Lab) -> Section:
     rows, gains = [], []
-    for model, (profile, _) in DOUBLED.items():
+    for model, profile in DOUBLED.items():
         setting = Setting(model, "coding-agent", "on-policy")
         pairs = _pairs(lab, model)
         equal = {one: lab.outcome(setting, static(one)).rollout_s for one, _ in pairs}
@@ -149,13 +162,11 @@ def doubled(lab: Lab) -> Section:
         gains.append(equal[best] / twice[best_twice])
         rows.append([model, best, f"{equal[best]:.1f}", best_twice, f"{twice[best_twice]:.1f}", f"{gains[-1]:.2f}x"])
     header = ["model", "best split", "s", "best split, decode EP doubled", "s", "speedup"]
-    judged = verdict(within_gains(gains, paper.DOUBLED_DECODE, 0.05), min(gains) > 1)
     finding = Finding(
         "speedup from decode instances of twice the expert parallelism, coding agent",
         stated(paper.DOUBLED_DECODE, unit="x"),
         f"{span(gains)}x",
-        judged,
-        "" if judged is Verdict.AGREES else _doubled_reason(),
+        *judged(within_gains(gains, paper.DOUBLED_DECODE, GAIN_TOLERANCE), min(gains) > 1, _doubled_reason),
     )
     text = (
         "Instances of different size cannot change their role while they run, so this compares static splits of equal "
@@ -180,12 +191,13 @@ def switch_jobs(lab: Lab) -> list[Job]:
 def switch(lab: Lab) -> Section:
     flips = [flip for setting in MIMO_SETTINGS for flip in lab.outcome(setting, ADAPTIVE).flips]
     dead = lab.job(MIMO_SETTINGS[0], ADAPTIVE).scenario.prefill_profile().flip_s
-    if not flips:
-        ours, judged = "no role was switched", Verdict.DIFFERS
-    else:
-        mean = fmean(flip.seconds for flip in flips)
-        ours, judged = f"{mean:.1f}", verdict(near(mean, paper.SWITCH_S))
-    finding = Finding("a role switch on average, s", f"{paper.SWITCH_S:.0f}", ours, judged)
+    mean = fmean([flip.seconds for flip in flips] or [0.0])
+    finding = Finding(
+        "a role switch on average, s",
+        f"{paper.SWITCH_S:.0f}",
+        f"{mean:.1f}" if flips else "no role was switched",
+        *judged(near(mean, paper.SWITCH_S), reason=lambda: f"Verified by the runs: the dead time alone is {dead:g} s."),
+    )
     drained = fmean([flip.drain_s for flip in flips] or [0.0])
     cancelled = fmean([flip.cancelled for flip in flips] or [0.0])
     text = (

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from prorsa.simulation.costs import StepCosts
 from prorsa.simulation.experiments import paper
-from prorsa.simulation.experiments.figures.common import MIMO, QWEN
+from prorsa.simulation.experiments.figures.common import MIMO, QWEN, judged
 from prorsa.simulation.experiments.page import Section
 from prorsa.simulation.experiments.settings import Lab
-from prorsa.simulation.experiments.verdicts import Finding, Verdict, near_ratio, same_side, verdict
+from prorsa.simulation.experiments.verdicts import Finding, near_ratio, same_side
 from prorsa.simulation.profile import Profile, load_profile
 
-DOUBLED = {MIMO: ("mimo-v2.5-pro-h200-ep32-decode", 2), QWEN: ("qwen3-235b-h200-ep8-decode", 2)}
-"""Profile of decode instances, and how many of the prefill instances' GPUs one takes."""
+DOUBLED = {MIMO: "mimo-v2.5-pro-h200-ep32-decode", QWEN: "qwen3-235b-h200-ep8-decode"}
+"""Profiles of decode instances of twice the expert parallelism."""
+STAND_IN = (
+    "Conjecture: the profile stands in for MiMo-V2.5-Pro from its public geometry; its kernels were not measured."
+)
 
 
 def prefill_throughput(profile: Profile, length: int) -> float:
@@ -33,7 +36,7 @@ def decode_ep_ratios() -> list[float]:
 
 
 def _mimo_profiles() -> tuple[Profile, Profile]:
-    return load_profile("mimo-v2.5-pro-h200-ep16"), load_profile(DOUBLED[MIMO][0])
+    return load_profile("mimo-v2.5-pro-h200-ep16"), load_profile(DOUBLED[MIMO])
 
 
 def table1(lab: Lab) -> Section:
@@ -64,10 +67,9 @@ def table1(lab: Lab) -> Section:
 
 
 def _shape_finding(row: str, ours: float, theirs: float) -> Finding:
-    judged = verdict(near_ratio(ours, theirs), same_side(ours, theirs))
-    reason = (
-        ""
-        if judged is Verdict.AGREES
-        else "Conjecture: the profile stands in for MiMo-V2.5-Pro from its public geometry; its kernels were not measured."
+    return Finding(
+        row,
+        f"{theirs:.2f}",
+        f"{ours:.2f}",
+        *judged(near_ratio(ours, theirs), same_side(ours, theirs), lambda: STAND_IN),
     )
-    return Finding(row, f"{theirs:.2f}", f"{ours:.2f}", judged, reason)
