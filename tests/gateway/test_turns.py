@@ -323,6 +323,15 @@ def test_a_name_that_comes_back_after_its_end_is_a_new_trajectory_of_that_name()
     run(main())
 
 
+def test_a_made_up_name_is_none_that_a_client_has_chosen() -> None:
+    async def main() -> None:
+        async with front() as gateway:
+            await gateway.complete("One", name="auto-1")
+            assert (await gateway.complete("Two")).name == "auto-2"
+
+    run(main())
+
+
 def test_a_tool_may_take_longer_than_a_reply() -> None:
     async def main() -> None:
         async with front(saying(CALL, "3"), idle_timeout=5.0, tool_timeout=50.0) as gateway:

@@ -15,6 +15,7 @@ from prorsa.rollout.tokenizer import ChatTokenizer
 
 Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
+compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Form(Protocol):
@@ -32,7 +33,7 @@ class Form(Protocol):
 
 
 def event(data: Json) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + compact(data).encode() + b"\n\n"
 
 
 class Logprobs:
@@ -81,7 +82,7 @@ class OpenAI:
         self._object = "chat.completion" if chat else "text_completion"
         self._chunk = "chat.completion.chunk" if chat else "text_completion"
         self._ids_given = 0
-        head = json.dumps(self._frame(self._chunk), ensure_ascii=False, separators=(",", ":"))[:-1]
+        head = compact(self._frame(self._chunk))[:-1]
         self._head = b"data: " + head.encode() + b',"choices":['
 
     def _frame(self, kind: str) -> Json:
@@ -98,7 +99,7 @@ class OpenAI:
 
     def _event(self, choice: Json) -> bytes:
         """A chunk; the frame around the choice is written once for all."""
-        written = json.dumps({"index": 0, **choice, **self._new_ids()}, ensure_ascii=False, separators=(",", ":"))
+        written = compact({"index": 0, **choice, **self._new_ids()})
         return self._head + written.encode() + b"]}\n\n"
 
     def _new_ids(self) -> Json:

@@ -16,7 +16,7 @@ import asyncio
 import itertools
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -60,17 +60,15 @@ class Lifecycle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a trajectory knows after an answer. `text` is None where its client sends ids."""
+    """What a trajectory knows after an answer."""
 
-    ids: array[int]
-    text: str | None
+    key: bytes
+    """What a prompt that continues it starts with: UTF-8 text, or 4 bytes an id where its client sends ids."""
+    ids: array[int] | None
+    """Of the text; None where its client sends ids."""
     distinct: bool
     """Whether a prompt that starts with it is taken for its continuation."""
     conversation: bytes | None = None
-
-    @property
-    def key(self) -> bytes:
-        return self.ids.tobytes() if self.text is None else self.text.encode()
 
 
 ReplyKind = tuple[str, bool]
@@ -285,7 +283,7 @@ class Trajectories:
     def _known(self, identity: Identity, prompt: Prompt) -> tuple[Trajectory | None, str]:
         if identity.name is not None:
             return self._live.get(identity.name), "name"
-        found = self._texts.find(prompt.text.encode()) if prompt.ids is None else self._ids.find(_key(prompt.ids))
+        found = self._texts.find(prompt.text.encode()) if prompt.ids is None else self._ids.find(key_of(prompt.ids))
         if found is not None:
             return found, "prefix"
         if prompt.conversation is not None and (same := self._conversations.get(prompt.conversation)):
@@ -293,13 +291,19 @@ class Trajectories:
         return None, ""
 
     def _new(self, identity: Identity) -> Trajectory:
-        number = next(self._numbers)
-        name = identity.name or f"auto-{number}"
+        name = identity.name or self._free_name()
         # A name may come again once its trajectory has ended; the run tells them apart.
-        trajectory_id = f"{name}#{number}" if identity.name is not None and self._used(name) else name
+        trajectory_id = f"{name}#{next(self._numbers)}" if self._used(name) else name
         trajectory = Trajectory(trajectory_id, name, identity.group or trajectory_id, identity.task or TASK)
         self._live[name] = trajectory
         return trajectory
+
+    def _free_name(self) -> str:
+        """One that no client has chosen either."""
+        while True:
+            name = f"auto-{next(self._numbers)}"
+            if name not in self._live and not self._used(name):
+                return name
 
     def _used(self, trajectory_id: str) -> bool:
         try:
@@ -311,9 +315,9 @@ class Trajectories:
     def _prompt_ids(self, trajectory: Trajectory, prompt: Prompt) -> tuple[int, ...]:
         if prompt.ids is not None:
             return prompt.ids
-        context = trajectory.context
-        if context is not None and context.text is not None and prompt.text.startswith(context.text):
-            return (*context.ids, *self._encode(prompt.text[len(context.text) :]))
+        context, text = trajectory.context, prompt.text.encode()
+        if context is not None and context.ids is not None and text.startswith(context.key):
+            return (*context.ids, *self._encode(text[len(context.key) :].decode()))
         return tuple(self._encode(prompt.text))
 
     def _check(self, trajectory: Trajectory, tokens: int) -> None:
@@ -353,7 +357,7 @@ class Trajectories:
                 del self._conversations[context.conversation]
 
     def _index(self, context: Context) -> PrefixIndex[Trajectory]:
-        return self._ids if context.text is None else self._texts
+        return self._ids if context.ids is None else self._texts
 
     # What the lifecycle is told.
 
@@ -418,5 +422,5 @@ class Trajectories:
         return asyncio.get_running_loop().time()
 
 
-def _key(ids: tuple[int, ...]) -> bytes:
+def key_of(ids: Sequence[int]) -> bytes:
     return array("i", ids).tobytes()

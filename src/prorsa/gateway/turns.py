@@ -20,7 +20,7 @@ from prorsa.gateway.asks import Ask, conversation_key
 from prorsa.gateway.errors import ApiError
 from prorsa.gateway.output import Output
 from prorsa.gateway.toolcalls import Parsed, openai_calls, parse
-from prorsa.gateway.trajectories import OTHER, Context, Lifecycle, Trajectories, Trajectory
+from prorsa.gateway.trajectories import OTHER, Context, Lifecycle, Trajectories, Trajectory, key_of
 from prorsa.rollout.tokenizer import ChatTokenizer
 
 GONE = "its client is gone"
@@ -161,7 +161,7 @@ class Turns:
         # An empty answer is no sign by which to know a trajectory again: its prompt may be another's too.
         distinct = len(kept) > 0
         if ask.prompt.ids is not None:
-            return Context(array("i", (*running.prompt_ids, *kept)), None, distinct)
+            return Context(key_of((*running.prompt_ids, *kept)), None, distinct)
         decode = self._tokenizer.decode
         written = decode(kept, skip_special_tokens=False)
         while isinstance(running.output.stopped, str) and kept and not running.output.text.startswith(written):
@@ -173,7 +173,8 @@ class Turns:
             calls = openai_calls(parsed.calls, running.trajectory, running.number)
             answer = {"role": "assistant", "content": parsed.content, "tool_calls": calls}
             conversation = conversation_key([*ask.messages, answer])
-        return Context(array("i", (*running.prompt_ids, *kept)), ask.prompt.text + written, distinct, conversation)
+        ids = array("i", (*running.prompt_ids, *kept))
+        return Context((ask.prompt.text + written).encode(), ids, distinct, conversation)
 
     def _ends_turn(self, token: int) -> bool:
         return token == self._tokenizer.eos_ids[0]
