@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, as_completed
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
 
@@ -36,7 +36,7 @@ class Job:
         words = {"static": f"static {policy.split}", "colocated": f"colocated, cadence {policy.prefill_every}"}
         return f"{self.scenario.name}, {words.get(policy.name, policy.name)}"
 
-    @property
+    @cached_property
     def key(self) -> str:
         """The same for equal jobs under equal code, and for nothing else."""
         # What other policies the scenario names is of no consequence to this one.

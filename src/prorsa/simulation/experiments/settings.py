@@ -11,7 +11,7 @@ from types import MappingProxyType
 from prorsa.simulation.experiments import paper
 from prorsa.simulation.experiments.grid import Grid, Job
 from prorsa.simulation.outcome import RunOutcome
-from prorsa.simulation.scenario import PolicySection, Scenario, load_scenario
+from prorsa.simulation.scenario import PolicySection, load_scenario
 
 SCENARIOS = files("prorsa.simulation") / "scenarios"
 
@@ -114,11 +114,15 @@ class Lab:
     def __init__(self, budget: Budget, grid: Grid) -> None:
         self.budget = budget
         self.grid = grid
-        self._scenarios: dict[tuple[str, ...], Scenario] = {}
+        self._jobs: dict[tuple[Setting, PolicySection, tuple[str, ...], int | None], Job] = {}
 
     def job(self, setting: Setting, policy: PolicySection, *overrides: str, steps: int | None = None) -> Job:
         """Raises `ConfigError`."""
-        return Job(self._scenario(setting, *self._overrides(setting, steps), *overrides), policy)
+        asked = (setting, policy, overrides, steps)
+        if asked not in self._jobs:
+            changes = [*self._overrides(setting, steps), *overrides]
+            self._jobs[asked] = Job(load_scenario(scenario_path(setting.scenario_name), changes), policy)
+        return self._jobs[asked]
 
     def outcome(self, setting: Setting, policy: PolicySection, *overrides: str, steps: int | None = None) -> RunOutcome:
         """Of a job that has run. Raises KeyError."""
@@ -136,9 +140,3 @@ class Lab:
             return overrides
         batch = load_scenario(scenario_path(setting.scenario_name)).rollout.groups
         return (*overrides, f"rollout.in_flight={round(IN_FLIGHT[setting.staleness] * batch)}")
-
-    def _scenario(self, setting: Setting, *overrides: str) -> Scenario:
-        key = (setting.scenario_name, *overrides)
-        if key not in self._scenarios:
-            self._scenarios[key] = load_scenario(scenario_path(setting.scenario_name), list(overrides))
-        return self._scenarios[key]

@@ -168,8 +168,8 @@ def fig2(lab: Lab) -> Section:
 def _latency_reason(colocated: RunOutcome) -> str:
     return (
         f"Verified by the run: under colocation GPUs wait for {100 * colocated.idle_share:.1f} % of the time in steps "
-        "because of another rank's prefill, which is what disaggregation can win back; against that, fewer instances decode, so "
-        "their batches are larger. Conjecture: the paper's runs had more prefill for each decode."
+        "because of another rank's prefill, which is what disaggregation can win back; against that, fewer instances decode, "
+        "so their batches are larger. Conjecture: the paper's runs had more prefill for each decode."
     )
 
 

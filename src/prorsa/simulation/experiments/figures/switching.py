@@ -80,8 +80,8 @@ def fig7(lab: Lab) -> Section:
     text = (
         "MiMo-V2.5-Pro, eight instances: Prorsa against every static prefill:decode split, mean rollout seconds of a step. "
         "The paper compares with one split for each task; ours is the best over all staleness settings. Over the best split "
-        f"of each setting, known only afterwards, the gain is {span(list(gains.values()))}x. In direction: a gain on average; a "
-        "split one instance apart."
+        f"of each setting, known only afterwards, the gain is {span(list(gains.values()))}x. In direction: a gain on "
+        "average; a split one instance apart."
     )
     return Section(
         "fig7",
