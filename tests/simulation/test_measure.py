@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from statistics import median
 
 import pytest
 from checkpoints import VOCABULARY
@@ -60,6 +59,8 @@ class World:
     latency_s: float = 0.002
     store_tokens_per_s: float | None = 2e5
     caching: bool = True
+    decode_request_s: float = 0.0
+    handover_steps: int = 0
     stored: set[tuple[int, ...]] = field(default_factory=set)
     handovers: dict[int, asyncio.Future[FakeEngine]] = field(default_factory=dict)
     """room -> the decode engine, once it is there."""
@@ -99,6 +100,7 @@ class FakeEngine:
         self._work = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
         self._sending: list[asyncio.Task[None]] = []
+        self._joining_s = 0.0
         self._awaited: dict[int, Job] = {}
         """By room, on a decode engine."""
 
@@ -138,12 +140,16 @@ class FakeEngine:
             if self._queue and len(self._running) < self._slots:
                 await self._prefill(self._queue.pop(0))
             elif self._running:
-                contexts = [len(job.request.input_ids) + job.generated for job in self._running]
-                await asyncio.sleep(decode_s(len(contexts), sum(contexts) / len(contexts)))
+                seconds, self._joining_s = self._step_s() + self._joining_s, 0.0
+                await asyncio.sleep(seconds)
                 self._running = [job for job in self._running if job.emit()]
             else:
                 self._work.clear()
                 await self._work.wait()
+
+    def _step_s(self) -> float:
+        contexts = [len(job.request.input_ids) + job.generated for job in self._running]
+        return decode_s(len(contexts), sum(contexts) / len(contexts)) if contexts else 0.0
 
     async def _prefill(self, job: Job) -> None:
         tokens = tuple(job.request.input_ids)
@@ -160,7 +166,9 @@ class FakeEngine:
         decode = await self._room(job.request)
         moved = len(tokens) - self._known((*tokens, 0), decode._cache)
         await asyncio.sleep(self._world.latency_s + moved / self._world.tokens_per_s)
+        await asyncio.sleep(self._world.handover_steps * decode._step_s())
         self._learn(tokens, decode._cache)
+        decode._joining_s += self._world.decode_request_s
         assert job.request.bootstrap is not None
         decode._start(decode._awaited.pop(job.request.bootstrap.room))
         decode._work.set()
@@ -233,6 +241,17 @@ def test_three_engines_give_every_cost_back() -> None:
     assert found.flip_s == pytest.approx(FLIP_S)
     assert found.update_s == pytest.approx(UPDATE_S)
     assert found.kv_tokens == 2048
+
+
+def test_what_a_request_costs_beside_its_tokens() -> None:
+    world = World(decode_request_s=0.004, handover_steps=3)
+    found = measured(Role.MIXED, Role.PREFILL, Role.DECODE, world=world, limits=replace(LIMITS, max_running=4))
+    # Each short prompt takes a step of its own here.
+    assert found.prefill_request_s == pytest.approx(1e-3)
+    assert found.joining is not None
+    assert found.joining.decode_request_s == pytest.approx(0.004, rel=0.1)
+    assert found.joining.handover_steps == pytest.approx(3, rel=0.1)
+    assert_grid(found.decode, decode_s)
 
 
 def test_a_pair_alone_keeps_the_latency_in_its_prefill_times() -> None:
@@ -354,7 +373,7 @@ def test_a_real_engine_against_a_stopwatch(checkpoint: Path, tmp_path: Path) -> 
     """The measured step times add up to what a client waits for requests that were not part of the measurement."""
     prompt, tokens = 200, 100
 
-    async def main() -> tuple[Measured, float]:
+    async def main() -> tuple[Measured, list[float]]:
         launcher = EmbeddedLauncher(
             str(checkpoint),
             kv_tokens=2048,
@@ -367,9 +386,10 @@ def test_a_real_engine_against_a_stopwatch(checkpoint: Path, tmp_path: Path) -> 
         )
         try:
             engines: list[Engine] = [await launcher.start(role.value, role) for role in Role]
-            found = await measure(engines, Limits(320, 256, 4, rounds=3), lambda what: None)
             mixed = engines[list(Role).index(Role.MIXED)]
-            return found, median([await stopwatch(mixed, prompt, tokens, seed) for seed in range(5)])
+            before = [await stopwatch(mixed, prompt, tokens, seed) for seed in range(5)]
+            found = await measure(engines, Limits(320, 256, 4, rounds=3), lambda what: None)
+            return found, before + [await stopwatch(mixed, prompt, tokens, seed) for seed in range(5, 10)]
         finally:
             await launcher.close()
 
@@ -378,7 +398,8 @@ def test_a_real_engine_against_a_stopwatch(checkpoint: Path, tmp_path: Path) -> 
     costs = StepCosts(profile)
     expected = found.request_s + costs.prefill_local(prompt, 0)
     expected += sum(costs.decode_local(1, prompt + done) for done in range(1, tokens))
-    assert expected == pytest.approx(waited, rel=0.5)
+    # The machine's speed may change meanwhile.
+    assert min(waited) / 2 < expected < 2 * max(waited)
     assert found.prefill[256, 0] > found.prefill[16, 0] > 0
     assert found.decode[4, 64] > 0
     assert found.link is not None

@@ -46,6 +46,9 @@ CONTEXTS = (0.125, 0.25, 0.5, 0.75, 1.0)
 """Of the longest context: where prefixes and decode contexts are measured."""
 LEAST_CONTEXT = 4 * PAGE
 SMALLEST_PREFILL = 16
+BACKGROUND = 8
+"""Requests that decode while others join them; each generates so many tokens:"""
+BACKGROUND_TOKENS = 256
 ROUND_TRIPS = 21
 WARM_UPS = 3
 RELOADS = 3
@@ -82,6 +85,14 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Joining:
+    """What a request that was prefilled elsewhere costs a decode instance at work, and how long it is kept waiting."""
+
+    decode_request_s: float
+    handover_steps: float
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """Seconds. None is what the endpoints could not show: it takes a prefill and a decode engine, or a third one."""
 
@@ -90,7 +101,9 @@ class Measured:
     decode: dict[Point, float]
     kv_tokens: int
     request_s: float
+    prefill_request_s: float
     update_s: float
+    joining: Joining | None
     link: Link | None
     store_tokens_per_s: float | None
     flip_s: float | None
@@ -152,8 +165,10 @@ async def measure(engines: Sequence[Engine], limits: Limits, report: Report, wei
     request_s = await bench.round_trip(server.prefill)
     first_token = await bench.prefill(server)
     decode = await bench.decode(server, kv_tokens)
-    link = store = flip_s = None
+    prefill_request_s = await bench.prefill_request(server)
+    joining = link = store = flip_s = None
     if pair is not None:
+        joining = await bench.joining(pair, kv_tokens)
         link, store = await bench.movement(pair, mixed)
         flip_s = await bench.flips(pair)
     await bench.reload(server.decode)
@@ -165,7 +180,9 @@ async def measure(engines: Sequence[Engine], limits: Limits, report: Report, wei
         decode=decode,
         kv_tokens=kv_tokens,
         request_s=request_s,
+        prefill_request_s=prefill_request_s,
         update_s=median(bench.reloads),
+        joining=joining,
         link=link,
         store_tokens_per_s=store,
         flip_s=flip_s,
@@ -251,18 +268,60 @@ class _Bench:
         # Once they are cached, the requests start nearly together.
         await asyncio.gather(*(self._serve(server, prompt, 1) for prompt in prompts))
         runs = await asyncio.gather(*(self._serve(server, prompt, DECODED) for prompt in prompts))
-        # The last one to join did so in the middle of a step, perhaps; with its second token that step is over.
-        begin = max(run.arrivals[min(1, len(run.arrivals) - 1)][0] for run in runs)
-        end = min(run.arrivals[-1][0] for run in runs)
-        before = [sum(tokens for time, tokens in run.arrivals if time <= begin) for run in runs]
-        within = [sum(tokens for time, tokens in run.arrivals if begin < time <= end) for run in runs]
-        if min(within) < DECODED // 4:
+        pace = _pace(runs)
+        if pace.steps < DECODED // 4:
             raise EngineError(
                 f"engine {server.decode.name}: asked for {batch} requests at once; they did not run together: give a "
                 "smaller --max-running"
             )
-        steps = fmean(within)
-        return context - DECODED // 2 + fmean(before) + (steps - 1) / 2, (end - begin) / steps
+        return context - DECODED // 2 + pace.before + (pace.steps - 1) / 2, pace.step_s
+
+    async def prefill_request(self, server: Server) -> float:
+        """What several short prompts at once take longer than one of their length, for each after the first."""
+        extra: list[float] = []
+        most = min(self._limits.max_running, (self._limits.max_context - 1) // SMALLEST_PREFILL)
+        for number in self._rounds():
+            self._report(f"short prompts, round {number} of {self._limits.rounds}")
+            for prompts in _doubling(2, most):
+                start = _now()
+                await asyncio.gather(*(self._serve(server, self._tokens(SMALLEST_PREFILL), 1) for _ in range(prompts)))
+                several = _now() - start
+                one = await self._serve(server, self._tokens(SMALLEST_PREFILL * prompts), 1)
+                extra.append((several - (one.prefilled - one.start)) / (prompts - 1))
+        return max(0.0, median(extra))
+
+    async def joining(self, pair: Server, kv_tokens: int) -> Joining | None:
+        """Requests for two tokens, one after another, while a batch decodes: by how much they hold it up, and how much
+        longer their prefill legs take than on an idle pair, in steps. None where two do not fit at once."""
+        tokens = min(self._limits.max_context, PAGE + BACKGROUND_TOKENS)
+        batch = min(BACKGROUND, self._limits.max_running // 2, kv_tokens // (2 * tokens))
+        if batch == 0:
+            return None
+        held: list[float] = []
+        steps: list[float] = []
+        for number in self._rounds():
+            self._report(f"handovers to a busy engine, round {number} of {self._limits.rounds}")
+            alone = _pace(await self._decode_batch(pair, batch))
+            larger = _pace(await self._decode_batch(pair, 2 * batch))
+            idle = median([(await self._serve(pair, self._tokens(PAGE), 2)).first_token_s for _ in range(WARM_UPS)])
+            work = asyncio.ensure_future(self._decode_batch(pair, batch))
+            guests: list[_Served] = []
+            while not work.done():
+                guests.append(await self._serve(pair, self._tokens(PAGE), 2))
+            pace = _pace(await work)
+            guests = [guest for guest in guests if pace.begin < guest.prefilled <= pace.end]
+            if not guests:
+                continue
+            # Each of them was one more request in one step.
+            own = (larger.step_s - alone.step_s) / batch
+            held.append((pace.steps * (pace.step_s - alone.step_s)) / len(guests) - own)
+            steps.append((median(guest.first_token_s for guest in guests) - idle) / alone.step_s)
+        return Joining(max(0.0, median(held)), max(0.0, median(steps))) if held else None
+
+    async def _decode_batch(self, server: Server, batch: int) -> list[_Served]:
+        """Short prompts and long outputs."""
+        tokens = min(self._limits.max_context - PAGE, BACKGROUND_TOKENS)
+        return await asyncio.gather(*(self._serve(server, self._tokens(PAGE), tokens) for _ in range(batch)))
 
     async def movement(self, pair: Server, mixed: Server | None) -> tuple[Link, float | None]:
         """KV from prefill to decode, and the tokens/s from the KV store, or None where there is none to see.
@@ -337,6 +396,30 @@ class _Bench:
 
     def _rounds(self) -> range:
         return range(1, self._limits.rounds + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pace:
+    """Of requests that decode together, while all of them do."""
+
+    begin: float
+    end: float
+    before: float
+    """Tokens that each had by then."""
+    steps: float
+
+    @property
+    def step_s(self) -> float:
+        return (self.end - self.begin) / self.steps
+
+
+def _pace(runs: Sequence[_Served]) -> _Pace:
+    # The last one to join did so in the middle of a step, perhaps; with its second token that step is over.
+    begin = max(run.arrivals[min(1, len(run.arrivals) - 1)][0] for run in runs)
+    end = min(run.arrivals[-1][0] for run in runs)
+    before = [sum(tokens for time, tokens in run.arrivals if time <= begin) for run in runs]
+    within = [sum(tokens for time, tokens in run.arrivals if begin < time <= end) for run in runs]
+    return _Pace(begin, end, fmean(before), fmean(within))
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,7 +551,7 @@ ASSUMED = {"network_bytes_per_s": 50e9, "flip_s": 5.0}
 def write_profile(path: Path, measured: Measured, limits: Limits, facts: Facts) -> Profile:
     """Write `path` and the grid beside it. Raises OSError."""
     grid = path.with_suffix(".csv")
-    link, store = measured.link, measured.store_tokens_per_s
+    link, store, joining = measured.link, measured.store_tokens_per_s, measured.joining
     network = ASSUMED["network_bytes_per_s"] if link is None else link.tokens_per_s * facts.kv_bytes
     unknown = [name for name, value in (("network", link), ("flip_s", measured.flip_s)) if value is None]
     profile = Profile(
@@ -485,6 +568,9 @@ def write_profile(path: Path, measured: Measured, limits: Limits, facts: Facts) 
         kv_bytes=facts.kv_bytes,
         max_running=limits.max_running,
         request_s=measured.request_s,
+        prefill_request_s=measured.prefill_request_s,
+        decode_request_s=0.0 if joining is None else joining.decode_request_s,
+        handover_steps=0.0 if joining is None else joining.handover_steps,
         network_bytes_per_s=network,
         network_latency_s=0.0 if link is None else link.latency_s,
         store_bytes_per_s=network if store is None else store * facts.kv_bytes,
