@@ -114,7 +114,9 @@ class Core:
         self._reports: deque[tuple[float, Job]] = deque()
         self._serial = count()
         self._queued = 0
-        """Requests in the ranks' queues."""
+        """Requests in the ranks' queues, those in service included."""
+        self._decodes = 0
+        """Requests in the ranks' batches."""
         self._since_prefill = 0
         """Decode steps since the last step that prefilled."""
         self._joining_s = 0.0
@@ -481,6 +483,7 @@ class Core:
         job.stage = Stage.DECODING
         job.base = job.context - rank.step
         job.end = rank.step + job.target - job.generated
+        self._decodes += 1
         rank.batch += 1
         rank.context += job.context
         rank.running[job] = None
@@ -519,6 +522,7 @@ class Core:
         job.generated = self.generated(job)
         job.stage = Stage.QUEUED
         job.report_at = NEVER
+        self._decodes -= 1
         rank.batch -= 1
         rank.context -= job.context
         del rank.running[job]
@@ -624,18 +628,18 @@ class Core:
 
     def _begin(self, now: float) -> None:
         """Begin the next step or steps."""
-        extending = self._extending
-        blocked = self.prefill_every > self._since_prefill and any(rank.batch for rank in self.ranks)
-        if self._queued and not blocked:
+        extending, decoding = self._extending, self._decoding
+        retracted = False
+        if self._queued and not (self._decodes and self._since_prefill < self.prefill_every):
             for rank in self.ranks:
                 if rank.queue:
                     self._form_chunk(rank, now)
                     if rank.chunk:
                         extending.append(rank)
-        decoding = self._decoding
-        retracted = False
-        for rank in self.ranks:
-            if rank.batch and not rank.chunk:
+        if self._decodes:
+            for rank in self.ranks:
+                if not rank.batch or rank.chunk:
+                    continue
                 if rank.held + rank.context + rank.batch > rank.capacity:
                     self._retract(rank, now)
                     retracted = True
