@@ -105,7 +105,7 @@ class AskReader:
         return Ask(
             kind="chat",
             identity=identity,
-            prompt=Prompt(text=text, conversation=_key_of_past(messages)),
+            prompt=Prompt(text=_whole_text(text, "messages"), conversation=_key_of_past(messages)),
             sampling=self._sampling(body, limit),
             logprobs=fields.typed(body, "logprobs", bool, False),
             calls=bool(tools) and body.get("tool_choice") != "none",
@@ -120,9 +120,9 @@ class AskReader:
         if isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int):
             given = given[0]  # a batch of one
         if isinstance(given, str) and given:
-            prompt = Prompt(text=given)
+            prompt = Prompt(text=_whole_text(given, "prompt"))
         elif given and fields.is_token_ids(given):
-            prompt = Prompt(ids=tuple(given))
+            prompt = Prompt(ids=self._known(given, "prompt"))
         else:
             raise wrong("prompt", given, "must be a text or a list of token ids, one prompt a request")
         logprobs = fields.whole(body, "logprobs", None, 0)
@@ -150,7 +150,7 @@ class AskReader:
         return Ask(
             kind="generate",
             identity=identity,
-            prompt=Prompt(ids=ids or None, text=text),
+            prompt=Prompt(ids=self._known(ids, "input_ids") or None, text=_whole_text(text, "text")),
             sampling=sampling,
             stops=fields.strings(params, "stop"),
             stream=fields.typed(body, "stream", bool, False),
@@ -177,8 +177,15 @@ class AskReader:
             top_p=fields.number(body, "top_p", defaults.top_p, 0.0, 1.0, above=True),
             top_k=top_k,
             stop_token_ids=stops,
-            seed=None if body.get("seed") is None else fields.typed(body, "seed", int, 0),
+            seed=fields.whole(body, "seed", None, -fields.MOST),
         )
+
+    def _known(self, ids: Sequence[int], param: str) -> tuple[int, ...]:
+        """An id that the vocabulary has not would fail in an engine."""
+        highest = max(ids, default=0)
+        if highest >= self._tokenizer.size:
+            raise wrong(param, highest, f"the vocabulary has {self._tokenizer.size} tokens")
+        return tuple(ids)
 
     def _message(self, message: Any, index: int) -> Message:
         """As chat templates take it: text content, and the arguments of tool calls as the template wants them."""
@@ -199,7 +206,7 @@ class AskReader:
         if isinstance(arguments, str) and self._parses_arguments:
             try:
                 arguments = json.loads(arguments)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise wrong(f"{where}.tool_calls", arguments, f"the arguments are no JSON ({error})") from error
         return {**call, "function": {**function, "arguments": arguments}}
 
@@ -240,7 +247,7 @@ def _plain(arguments: Any) -> Any:
         return json.dumps(arguments, sort_keys=True)
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 
@@ -259,6 +266,14 @@ def _refuse_unservable(body: Json) -> None:
         value = body.get(name)
         if value is not None and value not in allowed:
             raise wrong(name, value, f"cannot be served; leave it out or set it to {json.dumps(allowed[0])}")
+
+
+def _whole_text(text: str, param: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise wrong(param, text, f"has half a character (a lone surrogate) at {error.start}") from None
+    return text
 
 
 def _list(body: Json, name: str) -> list[Any]:

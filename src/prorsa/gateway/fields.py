@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 from prorsa.gateway.errors import ApiError
 
 T = TypeVar("T")
+MOST, MOST_ID = 2**63, 2**31
+"""Above any number, and any token id, that makes sense."""
 SHOWN = 80
 """Characters of a wrong value that an error repeats."""
 
@@ -22,7 +24,7 @@ def typed(body: Mapping[str, Any], name: str, kind: type[T], default: T) -> T:
     value = body.get(name)
     if value is None:
         return default
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < MOST:
         return kind(value)  # type: ignore[call-arg]
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise wrong(name, value, f"must be a {kind.__name__}")
@@ -43,8 +45,8 @@ def whole(body: Mapping[str, Any], name: str, default: int | None, low: int) -> 
     value: int | None = body.get(name)
     if value is None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise wrong(name, value, f"must be a whole number of at least {low}")
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value < MOST:
+        raise wrong(name, value, f"must be a whole number of at least {low}, and below 2**63")
     return value
 
 
@@ -69,4 +71,4 @@ def token_ids(body: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 def is_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+    return isinstance(value, list) and all(type(one) is int and 0 <= one < MOST_ID for one in value)

@@ -38,6 +38,8 @@ class ChatTokenizer:
         self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         self._special = {key: _text(value) for key, value in settings.items() if key.endswith("_token") and value}
         self._template = _environment().from_string(_template(directory, settings))
+        self.size: int = self._tokenizer.get_vocab_size()
+        """Tokens of the vocabulary, special ones included."""
         self.eos_ids = self._eos_ids(directory)
         """The tokens that end a turn, the end-of-turn token first."""
 
