@@ -76,8 +76,8 @@ class Budget:
 
 
 FULL = Budget(
-    sync_steps=MappingProxyType({"math": 1, "coding-agent": 1, "general-agent": 2}),
-    async_steps=MappingProxyType({"math": 2, "coding-agent": 2, "general-agent": 3}),
+    sync_steps=MappingProxyType({"math": 1, "coding-agent": 1, "general-agent": 1}),
+    async_steps=MappingProxyType({"math": 2, "coding-agent": 2, "general-agent": 2}),
     long_steps=7,
     load=1.0,
     cadences=(4, 16, 64),
@@ -87,7 +87,7 @@ QUICK = Budget(
     sync_steps=MappingProxyType({"math": 1, "coding-agent": 1, "general-agent": 1}),
     async_steps=MappingProxyType({"math": 1, "coding-agent": 1, "general-agent": 1}),
     long_steps=3,
-    load=0.125,
+    load=0.0625,
     cadences=(16,),
     splits=("3:5", "4:4", "5:3"),
 )
