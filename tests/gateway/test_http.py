@@ -287,6 +287,26 @@ async def test_an_answer_that_takes_too_long_ends_with_an_error(stream: bool) ->
         await gateway.idle()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@on_a_loop
+async def test_what_goes_wrong_in_the_middle_is_an_error_and_leaves_nothing(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def script(context: list[int]) -> int:
+        if len(context) > 8:
+            raise ZeroDivisionError("in the model")
+        return LETTERS[0]
+
+    async with bench(script) as gateway:
+        body = {"prompt": TOKENIZER.encode("abc"), "max_tokens": 60, "stream": stream}
+        async with gateway.http.post(gateway.url + COMPLETIONS, json=body) as response:
+            answer = await response.read()
+            assert response.status == (200 if stream else 500)
+        assert "its log says how" in json.loads(answer.split(b"data: ")[-1])["error"]["message"]
+        assert "in the model" in caplog.text
+        await gateway.idle()
+
+
 # Clients that leave.
 
 

@@ -7,6 +7,7 @@ reads. Leaving the context of `Turns.run` before the end cancels it, and waits u
 from __future__ import annotations
 
 import asyncio
+import logging
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -22,6 +23,8 @@ from prorsa.gateway.output import Output
 from prorsa.gateway.toolcalls import Parsed, openai_calls, parse
 from prorsa.gateway.trajectories import OTHER, Context, Lifecycle, Trajectories, Trajectory, key_of
 from prorsa.rollout.tokenizer import ChatTokenizer
+
+log = logging.getLogger(__name__)
 
 GONE = "its client is gone"
 
@@ -66,11 +69,16 @@ class Running:
         self.task.cancel()
 
     def outcome(self) -> TurnResult | ApiError:
-        """How it ended, once it has. Raises what is nobody's fault but the program's."""
-        if self.refusal is not None and self.task.cancelled():
-            return self.refusal
+        """How it ended, once it has."""
+        if self.task.cancelled():
+            return self.refusal or ApiError(503, "the turn was cancelled")
         error = self.task.exception()
-        return ApiError(503, str(error)) if isinstance(error, TurnFailed) else self.task.result()
+        if error is None:
+            return self.task.result()
+        if isinstance(error, TurnFailed):
+            return ApiError(503, str(error))
+        log.error("turn %d of %s failed", self.number, self.trajectory, exc_info=error)
+        return ApiError(500, "the gateway failed; its log says how")
 
     def parsed(self) -> Parsed:
         """The whole text and its tool calls, once the turn has ended."""
