@@ -1,11 +1,13 @@
 """How fast the simulator is: beside Dynamo's replay, with more trajectories, and on a cluster of the paper's size.
 
-    python benchmarks/simulator.py peers [--dynamo PYTHON] [--requests 20000]
-    python benchmarks/simulator.py growth [--live 256 512 1024 2048 4096]
-    python benchmarks/simulator.py paper [--live 512 2048]
+    python benchmarks/simulator.py peers [--dynamo PYTHON]
+    python benchmarks/simulator.py growth [--live 256 512 1024 2048 4096] [--scenario deepseek-v3.2-general-agent]
+    python benchmarks/simulator.py paper [--live 512 2048] [--scenario deepseek-v3.2-general-agent]
 
-`peers`: requests of 2,048 prompt and 256 output tokens, 8 a second, on one mixed instance and on one prefill and one decode
-instance. PYTHON is that of an environment with `ai-dynamo==1.4.0`. `growth` and `paper` are rollouts of a shipped scenario.
+`peers` has two loads. Requests: 20,000 of 2,048 prompt and 256 output tokens, 8 a second, on one mixed instance and on one
+prefill and one decode instance. Sessions: 512 at once, of 20 turns with 512 output tokens each and 3 s between them, on 16
+instances; prompts have 1,024 tokens, and ours grow with the session, Dynamo's do not. PYTHON is that of an environment with
+`ai-dynamo==1.4.0`. `growth` and `paper` are rollouts of a shipped scenario.
 
 All times are CPU seconds of the simulation without the start of the program (Dynamo's: what a replay takes more than one of
 a single request), because other work on the machine stretches those of the clock. `peers` gives the least of `--repeat`
@@ -30,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from prorsa.allocation import Colocated, Policy, PrefillSpeed, Static
+from prorsa.allocation import Colocated, PrefillSpeed, Static
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.manager import HealthLimits
 from prorsa.cluster.router import Limits
@@ -38,90 +40,118 @@ from prorsa.cluster.turns import TurnRequest
 from prorsa.engines.protocol import Bootstrap, Engine, GenerateRequest, Role, SamplingParams
 from prorsa.forecast import LifecycleForecaster
 from prorsa.lifecycle.events import Done, RewardStarted, Sampled
+from prorsa.rollout.controller import Controller, Plan
+from prorsa.rollout.sampler import Sampler
 from prorsa.simulation import clock, scenario
-from prorsa.simulation.cluster import SimulatedCluster
+from prorsa.simulation.cluster import SimulatedCluster, SimulatedEngine
+from prorsa.simulation.environment import questions, simulated_environment
 from prorsa.simulation.model import STOP, PseudoModel
 from prorsa.simulation.profile import load_profile
 from prorsa.simulation.run import run_scenario
+from prorsa.simulation.scripts import Script, TurnScript, Workload
 from prorsa.simulation.tokens import Span
 from prorsa.simulation.workloads import RequestsWorkload
 
-PROMPT, OUTPUT, RATE = 2048, 256, 8.0
-"""Tokens, tokens, requests a second."""
+REQUESTS, PROMPT, OUTPUT, RATE = 20_000, 2048, 256, 8.0
+"""The last three: tokens, tokens, requests a second."""
+SESSIONS, TURNS = 512, 20
+TURN = TurnScript(512, "tool", 3.0, 512)
 SPEED = 100_000.0
 """Profiled prefill speed, tokens/s; no decision depends on it, as the policies here are fixed."""
-SCENARIO = Path(scenario.__file__).parent / "scenarios" / "deepseek-v3.2-coding-agent.yaml"
-GROUP = 32
-DYNAMO = ("--input-tokens", str(PROMPT), "--output-tokens", str(OUTPUT), "--request-rate", str(RATE))
-DYNAMO_LAYOUT = {
-    "mixed": ("--num-workers", "1"),
-    "1P1D": (
-        *("--prefill-engine-args", json.dumps({"worker_type": "prefill", "num_gpu_blocks": 16384})),
-        *("--decode-engine-args", json.dumps({"worker_type": "decode", "num_gpu_blocks": 16384})),
-        *("--num-prefill-workers", "1", "--num-decode-workers", "1"),
-    ),
-}
-LAYOUT = {"mixed": (Role.MIXED,), "1P1D": (Role.PREFILL, Role.DECODE)}
+SCENARIOS = Path(scenario.__file__).parent / "scenarios"
+KV_BLOCKS = 65_536
+"""Of a Dynamo worker, 64 tokens each."""
+
+Layout = tuple[int, int, int]
+"""Mixed, prefill and decode instances."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("peers", "growth", "paper"))
     parser.add_argument("--dynamo", metavar="PYTHON", help="interpreter of an environment with ai-dynamo")
-    parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--profiles", nargs="+", default=["qwen3-235b-h200-ep4", "deepseek-v3.2-h200-ep16"])
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--live", type=int, nargs="+", help="trajectories that run at once")
+    parser.add_argument("--scenario", default="deepseek-v3.2-general-agent")
     parser.add_argument("--policy", default="adaptive")
     arguments = parser.parse_args()
     match arguments.what:
         case "peers":
             peers(arguments)
         case "growth":
-            rollouts(arguments.live or [256, 512, 1024, 2048, 4096], steps=1, policy=arguments.policy)
+            rollouts(arguments.live or [256, 512, 1024, 2048, 4096], 1, arguments.scenario, arguments.policy)
         case "paper":
-            rollouts(arguments.live or [512, 2048], steps=3, policy=arguments.policy)
+            rollouts(arguments.live or [512, 2048], 3, arguments.scenario, arguments.policy)
 
 
 def peers(arguments: argparse.Namespace) -> None:
-    requests = arguments.requests
-    ways: dict[str, Callable[[str], float]] = {}
-    for profile in arguments.profiles:
-        ways[f"Prorsa, engines alone, {profile}"] = partial(simulate, engines_alone, profile, requests)
-        ways[f"Prorsa, control plane, {profile}"] = partial(simulate, control_plane, profile, requests)
-    if arguments.dynamo:
-        ways["Dynamo replay"] = partial(replay, arguments.dynamo, requests)
-    print(f"{requests:,} requests:\n")
-    print("| simulator | instances | CPU s | requests/CPU s |")
-    print("|---|---|---|---|")
-    for layout in LAYOUT:
-        for name, measure in ways.items():
-            seconds = min(measure(layout) for _ in range(arguments.repeat))
-            print(f"| {name} | {layout} | {seconds:.2f} | {requests / seconds:,.0f} |", flush=True)
+    print("| simulator | load | instances | turns | CPU s | turns/CPU s |")
+    print("|---|---|---|---|---|---|")
+
+    def row(name: str, load: str, layout: Layout, turns: int, measure: Callable[[Layout], float]) -> None:
+        seconds = min(measure(layout) for _ in range(arguments.repeat))
+        mixed, prefill, decode = layout
+        instances = f"{mixed} mixed" if mixed else f"{prefill} prefill, {decode} decode"
+        print(f"| {name} | {load} | {instances} | {turns:,} | {seconds:.2f} | {turns / seconds:,.0f} |", flush=True)
+
+    for layout in ((1, 0, 0), (0, 1, 1)):
+        for profile in arguments.profiles:
+            for name, run in (("engines alone", engines_alone), ("control plane", control_plane)):
+                row(f"Prorsa, {name}, {profile}", "requests", layout, REQUESTS, partial(simulate, run, profile))
+        if arguments.dynamo:
+            row("Dynamo replay", "requests", layout, REQUESTS, partial(replay_requests, arguments.dynamo))
+    for layout in ((16, 0, 0), (0, 8, 8)):
+        for profile in arguments.profiles:
+            row(
+                f"Prorsa, rollout, {profile}", "sessions", layout, SESSIONS * TURNS, partial(simulate, rollout, profile)
+            )
+        if arguments.dynamo:
+            row("Dynamo replay", "sessions", layout, SESSIONS * TURNS, partial(replay_sessions, arguments.dynamo))
 
 
-def simulate(
-    run: Callable[[str, str, int], Coroutine[Any, Any, None]], profile: str, requests: int, layout: str
-) -> float:
+# Ours.
+
+
+def simulate(run: Callable[[str, Layout], Coroutine[Any, Any, None]], profile: str, layout: Layout) -> float:
     gc.collect()
     start = time.process_time()
-    clock.run(run(profile, layout, requests))
+    clock.run(run(profile, layout))
     return time.process_time() - start
 
 
-def world(layout: str, profile: str) -> tuple[SimulatedCluster, list[Engine]]:
-    loaded = load_profile(profile)
-    cluster = SimulatedCluster(loaded, loaded, PseudoModel(RequestsWorkload(PROMPT, OUTPUT)))
-    return cluster, [cluster.start(f"engine-{index}", role) for index, role in enumerate(LAYOUT[layout])]
+def world(
+    profile: str, layout: Layout, workload: Workload
+) -> tuple[SimulatedCluster, list[SimulatedEngine], PseudoModel]:
+    loaded, model = load_profile(profile), PseudoModel(workload)
+    cluster = SimulatedCluster(loaded, loaded, model)
+    roles = [
+        role for role, count in zip((Role.MIXED, Role.PREFILL, Role.DECODE), layout, strict=True) for _ in range(count)
+    ]
+    return cluster, [cluster.start(f"engine-{index}", role) for index, role in enumerate(roles)], model
+
+
+def plane(cluster: SimulatedCluster, engines: list[SimulatedEngine], layout: Layout) -> ControlPlane:
+    profile = cluster.prefill
+    _, prefill, decode = layout
+    return ControlPlane(
+        engines,
+        forecaster=LifecycleForecaster(None, SPEED),
+        policy=Static(prefill, decode) if prefill else Colocated(),
+        speed=PrefillSpeed(SPEED),
+        horizon=10.0,
+        limits=Limits(prefill_slots=4 * profile.ranks, decode_slots=profile.ranks * profile.max_running),
+        health_limits=HealthLimits(interval=60.0),
+    )
 
 
 def sampling(request: int) -> SamplingParams:
     return SamplingParams(OUTPUT, stop_token_ids=(STOP,), seed=request)
 
 
-async def arrivals(requests: int, serve: Callable[[int], Coroutine[Any, Any, None]]) -> None:
+async def arrivals(serve: Callable[[int], Coroutine[Any, Any, None]]) -> None:
     """Serve each request when it comes; the gaps between them are exponential."""
-    times = np.cumsum(np.random.default_rng(0).exponential(1 / RATE, requests))
+    times = np.cumsum(np.random.default_rng(0).exponential(1 / RATE, REQUESTS))
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as running:
         for request, at in enumerate(times.tolist()):
@@ -129,9 +159,9 @@ async def arrivals(requests: int, serve: Callable[[int], Coroutine[Any, Any, Non
             running.create_task(serve(request))
 
 
-async def engines_alone(profile: str, layout: str, requests: int) -> None:
+async def engines_alone(profile: str, layout: Layout) -> None:
     """The requests go straight to the engines."""
-    cluster, engines = world(layout, profile)
+    cluster, engines, _ = world(profile, layout, RequestsWorkload(PROMPT, OUTPUT))
     host = engines[0].bootstrap_host
 
     async def leg(engine: Engine, request: GenerateRequest) -> None:
@@ -146,24 +176,14 @@ async def engines_alone(profile: str, layout: str, requests: int) -> None:
         for prefill in prefills:
             await prefill
 
-    await arrivals(requests, serve)
-    _check(cluster, requests)
+    await arrivals(serve)
+    check(cluster, REQUESTS * OUTPUT)
 
 
-async def control_plane(profile: str, layout: str, requests: int) -> None:
-    """Each request is a trajectory of one turn: the path of production, with its events, forecasts and decisions."""
-    cluster, engines = world(layout, profile)
-    loaded = cluster.prefill
-    policy: Policy = Colocated() if layout == "mixed" else Static(1, 1)
-    control = ControlPlane(
-        engines,
-        forecaster=LifecycleForecaster(None, SPEED),
-        policy=policy,
-        speed=PrefillSpeed(SPEED),
-        horizon=10.0,
-        limits=Limits(prefill_slots=4 * loaded.ranks, decode_slots=loaded.ranks * loaded.max_running),
-        health_limits=HealthLimits(interval=60.0),
-    )
+async def control_plane(profile: str, layout: Layout) -> None:
+    """Each request is a trajectory of one turn, with its events, forecasts and decisions."""
+    cluster, engines, _ = world(profile, layout, RequestsWorkload(PROMPT, OUTPUT))
+    control = plane(cluster, engines, layout)
     now = asyncio.get_running_loop().time
 
     async def serve(number: int) -> None:
@@ -174,36 +194,104 @@ async def control_plane(profile: str, layout: str, requests: int) -> None:
         await control.record(Done(now(), name, 1.0, True))
 
     await control.start()
-    await arrivals(requests, serve)
+    await arrivals(serve)
     await control.stop()
-    _check(cluster, requests)
+    check(cluster, REQUESTS * OUTPUT)
 
 
-def _check(cluster: SimulatedCluster, requests: int) -> None:
+class Sessions:
+    """Implements `Workload`."""
+
+    name = "sessions"
+    questions: int | None = None
+
+    def script(self, question: int, seed: int) -> Script:
+        return Script(2 * TURN.appended_tokens, (TURN,) * (TURNS - 1) + (TurnScript(TURN.output_tokens),))
+
+
+async def rollout(profile: str, layout: Layout) -> None:
+    """The whole of production: controller, episodes, tools and control plane."""
+    workload = Sessions()
+    cluster, engines, model = world(profile, layout, workload)
+    control = plane(cluster, engines, layout)
+    environment = simulated_environment(model, workload, prewarmed=SESSIONS, max_context=1 << 17)
+    await control.start()
+    sampler = Sampler(questions(workload, SESSIONS), 1, 0)
+    async with Controller(control, environment, sampler, Plan(SESSIONS)) as controller:
+        await controller.batch()
+    await control.stop()
+    check(cluster, SESSIONS * TURNS * TURN.output_tokens)
+
+
+def check(cluster: SimulatedCluster, tokens: int) -> None:
     cluster.check()
-    assert cluster.statistics.decoded_tokens == requests * OUTPUT
+    made = cluster.statistics.decoded_tokens
+    if made != tokens:
+        raise SystemExit(f"{made} tokens were decoded, the load has {tokens}")
 
 
-def replay(python: str, requests: int, layout: str) -> float:
-    return _replay(python, requests, layout) - min(_replay(python, 1, layout) for _ in range(3))
+# Dynamo's.
 
 
-def _replay(python: str, requests: int, layout: str) -> float:
-    with tempfile.TemporaryDirectory() as directory:
-        command = [python, "-m", "dynamo.replay", *DYNAMO, "--request-count", str(requests), *DYNAMO_LAYOUT[layout]]
-        command += ["--replay-mode", "offline", "--report-json", str(Path(directory) / "report.json")]
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "DYN_LOG": "warn"}
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(command, env=environment, capture_output=True, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+def replay_requests(python: str, layout: Layout) -> float:
+    load = ["--input-tokens", PROMPT, "--output-tokens", OUTPUT, "--request-rate", RATE]
+    return replay(python, layout, REQUESTS, load)
 
 
-def rollouts(live: list[int], steps: int, policy: str) -> None:
+def replay_sessions(python: str, layout: Layout) -> float:
+    load = ["--input-tokens", 2 * TURN.appended_tokens, "--output-tokens", TURN.output_tokens]
+    load += [
+        "--turns-per-session",
+        TURNS,
+        "--inter-turn-delay-ms",
+        1000 * TURN.tool_s,
+        "--replay-concurrency",
+        SESSIONS,
+    ]
+    return replay(python, layout, SESSIONS, load)
+
+
+def replay(python: str, layout: Layout, requests: int, load: list[Any]) -> float:
+    def seconds(count: int) -> float:
+        with tempfile.TemporaryDirectory() as directory:
+            command = [python, "-m", "dynamo.replay", "--replay-mode", "offline", "--request-count", count, *load]
+            command += [*workers(layout), "--report-json", Path(directory) / "report.json"]
+            environment = os.environ | {"HF_HUB_OFFLINE": "1", "DYN_LOG": "error"}
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run(list(map(str, command)), env=environment, capture_output=True, check=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    return seconds(requests) - min(seconds(1) for _ in range(3))
+
+
+def workers(layout: Layout) -> list[str]:
+    mixed, prefill, decode = layout
+    blocks = {"num_gpu_blocks": KV_BLOCKS}
+    if mixed:
+        return ["--num-workers", str(mixed), "--extra-engine-args", json.dumps(blocks)]
+    return [
+        *(
+            "--prefill-engine-args",
+            json.dumps({"worker_type": "prefill"} | blocks),
+            "--num-prefill-workers",
+            str(prefill),
+        ),
+        *("--decode-engine-args", json.dumps({"worker_type": "decode"} | blocks), "--num-decode-workers", str(decode)),
+    ]
+
+
+# Growth.
+
+
+def rollouts(live: list[int], steps: int, name: str, policy: str) -> None:
+    path = SCENARIOS / f"{name}.yaml"
+    group = scenario.load_scenario(path).rollout.group_size
+    print(f"{name}, {policy}:\n")
     print("| trajectories at once | steps | turns | virtual time, s | CPU time, s | CPU time a turn, us |")
     print("|---|---|---|---|---|---|")
     for count in live:
-        chosen = scenario.load_scenario(SCENARIO, [f"rollout.groups={count // GROUP}", f"rollout.steps={steps}"])
+        chosen = scenario.load_scenario(path, [f"rollout.groups={count // group}", f"rollout.steps={steps}"])
         gc.collect()
         start = time.process_time()
         outcome = run_scenario(chosen, policy)
