@@ -28,8 +28,6 @@ def compare(
     chosen = list(names) or list(scenario.policies)
     if unknown := [name for name in chosen if name not in scenario.policies]:
         raise ConfigError(f"--policy {unknown[0]}: the scenario has {', '.join(scenario.policies)}; give some of these")
-    if workers < 1:
-        raise ConfigError(f"--workers={workers}: write a number of 1 or more")
     # What cannot be built is one error here, not one of every process.
     profiles = scenario.prefill_profile(), scenario.decode_profile()
     with pool(workers) as executor:

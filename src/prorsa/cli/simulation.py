@@ -1,106 +1,32 @@
-"""The commands. Each checks its arguments, does its work through `prorsa.commands`, and turns errors into one message.
-
-Exit status: 0 done, 1 the run failed, 2 the arguments or the configuration cannot be used, 130 interrupted.
-"""
+"""Commands about virtual clusters: profile, simulate, plan, reproduce."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
-import logging
-import signal
-import sys
-from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 from urllib.parse import urlsplit
 
-from rich.console import Console
-
 from prorsa import commands
-from prorsa.assembly import checkpoint, new_run_dir
-from prorsa.cluster.turns import TurnFailed
-from prorsa.config import Config, ConfigError, apply_override, dump_config, load_config
-from prorsa.engines.protocol import EngineError
+from prorsa.cli.common import Subparsers, check_workers, console, interruptible
+from prorsa.config import ConfigError, apply_override, dump_config, load_config
 from prorsa.engines.sglang import SGLangEngine
-from prorsa.gateway.logs import JsonFormatter
-from prorsa.gateway.serve import serve
-from prorsa.report import charts
 from prorsa.report import comparison as comparison_report
-from prorsa.report.analysis import analyse, write_json
-from prorsa.report.analysis import write_page as write_analysis
-from prorsa.report.characterise import BadEvents
-from prorsa.report.headline import headline
-from prorsa.report.html import write_page, write_report
-from prorsa.report.picture import write_picture
-from prorsa.report.progress import LiveProgress
-from prorsa.report.rundir import TRACE, read_run
-from prorsa.rollout.controller import RolloutFailed
-from prorsa.rollout.sandboxes.base import SandboxError
 from prorsa.simulation.experiments import plan as planning
 from prorsa.simulation.experiments import reproduce as reproduction
 from prorsa.simulation.experiments.compare import compare
-from prorsa.simulation.experiments.grid import ExperimentFailed, Grid
+from prorsa.simulation.experiments.grid import Grid
 from prorsa.simulation.experiments.settings import FULL, QUICK, scenario_path, shipped_scenarios
 from prorsa.simulation.experiments.terminal import GridProgress, advice_view, findings_tables
 from prorsa.simulation.measure import Limits
 from prorsa.simulation.scenario import load_scenario
 
-LOG = "prorsa.log"
-console = Console()
-Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parsed = build_parser().parse_args(arguments)
-    try:
-        status: int = parsed.command(parsed)
-    except (ConfigError, FileNotFoundError) as error:
-        return fail(error, 2)
-    except (EngineError, RolloutFailed, SandboxError, TurnFailed, commands.CommandFailed, ExperimentFailed) as error:
-        return fail(error, 1)
-    except KeyboardInterrupt:
-        return 130
-    return status
-
-
-def fail(error: Exception, status: int) -> int:
-    print(f"prorsa: {error}", file=sys.stderr)
-    return status
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="prorsa", description=__doc__)
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, work, text in (
-        ("rollout", commands.rollout, "run trajectories without a trainer: evaluation, data, benchmarks"),
-        ("train", commands.train, "train with verl; the rollout runs on prefill and decode engines"),
-        (
-            "serve",
-            announced_gateway,
-            "serve agents that run elsewhere over HTTP, as OpenAI and SGLang do, until stopped",
-        ),
-    ):
-        sub = subparsers.add_parser(name, help=text, description=text)
-        sub.add_argument("config", help="YAML file")
-        sub.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace values of the file")
-        sub.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
-        sub.set_defaults(command=start, work=work)
-    sub = subparsers.add_parser("report", help="write report.html of a run", description="Write report.html of a run.")
-    sub.add_argument("run", help="run directory, complete or cut off")
-    sub.add_argument("--svg", metavar="PATH", help="also write a picture of roles and forecast")
-    sub.set_defaults(command=report)
-    add_analyze(subparsers)
-    text = "generate every turn of a rollout again on one engine without flips and compare the tokens"
-    sub = subparsers.add_parser("verify", help=text, description=text)
-    sub.add_argument("run", help="directory of a finished `prorsa rollout`")
-    sub.set_defaults(command=verify)
-    add_profile(subparsers)
-    add_simulate(subparsers)
-    add_plan(subparsers)
-    add_reproduce(subparsers)
-    return parser
+def add(subparsers: Subparsers) -> None:
+    for command in (add_profile, add_simulate, add_plan, add_reproduce):
+        command(subparsers)
 
 
 def add_profile(subparsers: Subparsers) -> None:
@@ -178,75 +104,6 @@ def add_reproduce(subparsers: Subparsers) -> None:
     sub.set_defaults(command=reproduce)
 
 
-def add_analyze(subparsers: Subparsers) -> None:
-    text = "describe what a rollout asks of its engines: tokens over time, turns, tools, where the time goes"
-    sub = subparsers.add_parser("analyze", help=text, description=text)
-    sub.add_argument("run", metavar="RUN|TRACE", help="run directory, or a lifecycle trace alone")
-    sub.add_argument("--step-windows", type=positive, default=10.0, metavar="SECONDS", help="default 10")
-    sub.add_argument("--json", metavar="PATH", help="write every number (docs/analysis.md says what each is)")
-    sub.add_argument("--out", metavar="PATH", help="write a page with charts (HTML)")
-    sub.set_defaults(command=analyze)
-
-
-def positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise ValueError
-    return value
-
-
-def start(parsed: argparse.Namespace) -> int:
-    """A rollout or a training run, from its configuration to its report."""
-    config = load_config(parsed.config, parsed.overrides)
-    if parsed.dry_run:
-        print(dump_config(config), end="")
-        return 0
-    checkpoint(config)
-    run_dir = begin(config)
-    try:
-        with LiveProgress(run_dir, None if parsed.work is announced_gateway else config.rollout.steps, console):
-            asyncio.run(interruptible(parsed.work(config, run_dir)))
-    except KeyboardInterrupt:
-        if parsed.work is not announced_gateway:
-            raise
-        # That is how a server ends.
-    finally:
-        # However it ended: a run that was cut off is worth a look too.
-        if (run_dir / TRACE).is_file():
-            conclude(run_dir)
-    return 0
-
-
-async def announced_gateway(config: Config, run_dir: Path) -> None:
-    def announce(url: str) -> None:
-        console.print(f"gateway {url}   (OpenAI base URL {url}/v1)", soft_wrap=True)
-
-    await serve(config, run_dir, announce)
-
-
-def report(parsed: argparse.Namespace) -> int:
-    console.print(f"{write_report(parsed.run)}", soft_wrap=True)
-    if parsed.svg:
-        console.print(f"{write_picture(parsed.run, parsed.svg)}", soft_wrap=True)
-    return 0
-
-
-def analyze(parsed: argparse.Namespace) -> int:
-    try:
-        analysis = analyse(parsed.run, parsed.step_windows)
-        console.print(analysis)
-        for path, write in ((parsed.json, write_json), (parsed.out, write_analysis)):
-            if path is not None:
-                console.print(f"{write(analysis, path)}", soft_wrap=True)
-    except (BadEvents, OSError) as error:
-        return fail(error, 2)
-    return 0
-
-
-def verify(parsed: argparse.Namespace) -> int:
-    return asyncio.run(commands.verify(Path(parsed.run), console))
-
-
 def profile(parsed: argparse.Namespace) -> int:
     if bool(parsed.endpoints) == bool(parsed.config):
         raise ConfigError("profile: give the addresses of running engines, or --config FILE; one of the two")
@@ -270,11 +127,21 @@ def profile(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def endpoint(text: str) -> SGLangEngine:
+    """An engine by `URL` or `URL,BOOTSTRAP_PORT`. Raises `ConfigError`."""
+    url, _, port = text.partition(",")
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or parts.hostname is None or not (port or "8998").isdigit():
+        raise ConfigError(f"endpoint {text!r}: write it as http://HOST:PORT, with ,BOOTSTRAP_PORT behind for prefill")
+    return SGLangEngine(url, url, parts.hostname, int(port or "8998"))
+
+
 def simulate(parsed: argparse.Namespace) -> int:
     scenario = load_scenario(scenario_path(parsed.scenario), parsed.overrides)
     if parsed.dry_run:
         print(dump_config(scenario), end="")
         return 0
+    check_workers(parsed.workers)
     with GridProgress(console) as progress:
         comparison = compare(scenario, parsed.policy, parsed.workers, progress, parsed.record)
     console.print(comparison)
@@ -301,8 +168,7 @@ def make_plan(parsed: argparse.Namespace) -> int:
         staleness=parsed.staleness,
         seeds=parsed.seeds,
     )
-    if parsed.workers < 1:
-        raise ConfigError(f"--workers={parsed.workers}: write a number of 1 or more")
+    check_workers(parsed.workers)
     with GridProgress(console) as progress, reproduction.pool(parsed.workers) as executor:
         advice = planning.plan(request, Grid(executor, progress=progress))
     for shown in advice_view(request, advice):
@@ -313,8 +179,7 @@ def make_plan(parsed: argparse.Namespace) -> int:
 
 
 def reproduce(parsed: argparse.Namespace) -> int:
-    if parsed.workers < 1:
-        raise ConfigError(f"--workers={parsed.workers}: write a number of 1 or more")
+    check_workers(parsed.workers)
     figures, budget = reproduction.figures_named(parsed.only), QUICK if parsed.quick else FULL
     with GridProgress(console) as progress:
         found = reproduction.reproduce(figures, budget, Path(parsed.keep), progress, parsed.workers)
@@ -324,45 +189,3 @@ def reproduce(parsed: argparse.Namespace) -> int:
         directory = Path(parsed.out or ("runs/reproduction" if parsed.quick else "docs"))
         console.print(f"page {reproduction.write_page(found, budget, directory)}", soft_wrap=True)
     return 0
-
-
-def endpoint(text: str) -> SGLangEngine:
-    """An engine by `URL` or `URL,BOOTSTRAP_PORT`. Raises `ConfigError`."""
-    url, _, port = text.partition(",")
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or parts.hostname is None or not (port or "8998").isdigit():
-        raise ConfigError(f"endpoint {text!r}: write it as http://HOST:PORT, with ,BOOTSTRAP_PORT behind for prefill")
-    return SGLangEngine(url, url, parts.hostname, int(port or "8998"))
-
-
-def begin(config: Config) -> Path:
-    run_dir = new_run_dir(config)
-    handler = logging.FileHandler(run_dir / LOG)
-    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(JsonFormatter() if config.gateway.log == "json" else plain)
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
-    console.print(f"run directory {run_dir}", soft_wrap=True)
-    return run_dir
-
-
-def conclude(run_dir: Path) -> None:
-    """Write the report, and print the figures that head it."""
-    drawn = charts.prepare(read_run(run_dir))
-    path = write_page(drawn)
-    for figure in headline(drawn.run, drawn.replayed):
-        console.print(f"{figure.value:>13}  {figure.words}", highlight=False, soft_wrap=True)
-    console.print(f"report {path}", soft_wrap=True)
-
-
-async def interruptible(work: Coroutine[Any, Any, None]) -> None:
-    """SIGTERM ends the work as Ctrl-C does: in order."""
-    task = asyncio.ensure_future(work)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    try:
-        await task
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

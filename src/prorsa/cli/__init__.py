@@ -1,0 +1,44 @@
+"""The commands. Each checks its arguments, does its work in a room of its own, and turns errors into one message.
+
+Exit status: 0 done, 1 the run failed, 2 the arguments or the configuration cannot be used, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from prorsa import commands
+from prorsa.cli import analysis, runs, simulation
+from prorsa.cli.common import fail
+from prorsa.cluster.turns import TurnFailed
+from prorsa.config import ConfigError
+from prorsa.engines.protocol import EngineError
+from prorsa.report.characterise import BadEvents
+from prorsa.rollout.controller import RolloutFailed
+from prorsa.rollout.sandboxes.base import SandboxError
+from prorsa.simulation.experiments.grid import ExperimentFailed
+
+FAILURES = (EngineError, RolloutFailed, SandboxError, TurnFailed, commands.CommandFailed, ExperimentFailed)
+"""The work itself failed."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parsed = build_parser().parse_args(arguments)
+    try:
+        status: int = parsed.command(parsed)
+    except (ConfigError, BadEvents, OSError) as error:
+        return fail(error, 2)
+    except FAILURES as error:
+        return fail(error, 1)
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="prorsa", description=__doc__)
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for group in (runs, analysis, simulation):
+        group.add(subparsers)
+    return parser
