@@ -238,6 +238,21 @@ async def test_an_abort_that_the_engine_does_by_itself_is_resent() -> None:
     assert result.attempts == 2
 
 
+@in_virtual_time
+async def test_a_turn_survives_that_somebody_cancels_its_legs() -> None:
+    cluster = Cluster("PD")
+    request = ask()
+    turn = asyncio.create_task(cluster.generate(request))
+    await until(lambda: cluster.context("t") == 3 + 4)
+    for task in asyncio.all_tasks():
+        if task.get_name().startswith("t.0.0 on"):
+            task.cancel()
+    result = await turn
+    check_equals_reference(request, result)
+    assert result.attempts == 2
+    cluster.check_nothing_left()
+
+
 @pytest.mark.parametrize("state", ["queue", "prefill", "decode"])
 @in_virtual_time
 async def test_a_cancelled_caller_leaves_nothing_behind(state: str) -> None:

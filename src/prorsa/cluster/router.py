@@ -415,13 +415,12 @@ class Router:
 
     def _go_on(self, turn: Turn, attempt: Attempt) -> None:
         """The turn ends, or queues for what is left of it."""
-        if attempt.verdict is None:
-            turn.outcome.cancel()  # its legs were cancelled by somebody else: the loop is shutting down
-            return
+        # Nobody but the router should cancel legs; a turn survives that too.
+        verdict = attempt.verdict or Verdict(End.FAILED, "its legs were cancelled")
         try:
             if attempt.error is not None:
                 raise attempt.error
-            turn.keep(attempt, attempt.verdict)
+            turn.keep(attempt, verdict)
             if turn.finish is not None:
                 turn.outcome.set_result(self._finish(turn, turn.finish))
                 return
