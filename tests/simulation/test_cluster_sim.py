@@ -111,6 +111,30 @@ def test_a_request_takes_its_time_on_the_way(profile: Profile) -> None:
     run(main())
 
 
+def test_a_request_waits_for_steps_of_an_engine_at_work_alone(profile: Profile) -> None:
+    async def arrivals(request_steps: float) -> tuple[float, float]:
+        """When the second of two requests is on the engine, and how long a step takes then."""
+        _, (engine,) = cluster(profile.model_copy(update={"request_steps": request_steps}), "M")
+        now = asyncio.get_running_loop().time
+        first = asyncio.create_task(read(engine.generate(request(3))))
+        await asyncio.sleep(0.05)
+        start, step_s = now(), engine.core.step_s
+        second = asyncio.create_task(read(engine.generate(request(4))))
+        while len(engine.core.jobs) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(1e-4)
+        found = now() - start, step_s
+        await asyncio.gather(first, second)
+        return found
+
+    async def main() -> None:
+        waited, step_s = await arrivals(2.0)
+        assert step_s > 0.001
+        assert waited == pytest.approx(2 * step_s, abs=2e-4)
+        assert (await arrivals(0.0))[0] < 2e-4
+
+    run(main())
+
+
 def test_the_budget_ends_a_turn_with_length(profile: Profile) -> None:
     async def main() -> None:
         world, (engine,) = cluster(profile, "M")

@@ -248,9 +248,13 @@ def test_what_a_request_costs_beside_its_tokens() -> None:
     found = measured(Role.MIXED, Role.PREFILL, Role.DECODE, world=world, limits=replace(LIMITS, max_running=4))
     # Each short prompt takes a step of its own here.
     assert found.prefill_request_s == pytest.approx(1e-3)
-    assert found.joining is not None
-    assert found.joining.decode_request_s == pytest.approx(0.004, rel=0.1)
-    assert found.joining.handover_steps == pytest.approx(3, rel=0.1)
+    assert found.pair_guests is not None
+    assert found.pair_guests.held_s == pytest.approx(0.004, rel=0.1)
+    assert found.pair_guests.steps == pytest.approx(3, rel=0.1)
+    # A mixed engine stops its decodes for a prompt of 64 tokens, which has waited for the end of a step.
+    assert found.mixed_guests is not None
+    assert found.mixed_guests.held_s == pytest.approx(prefill_s(64, 0), rel=0.1)
+    assert 0 < found.mixed_guests.steps < 1
     assert_grid(found.decode, decode_s)
 
 
@@ -283,6 +287,9 @@ def test_a_written_profile_reads_back_and_prices_what_was_measured(tmp_path: Pat
     assert read.store_bytes_per_s == pytest.approx(2e7)
     assert (read.name, read.gpus, read.restart_s, read.chunk, read.max_running) == ("toy", 2, 7.0, 256, 8)
     assert read.source == "a test"
+    assert (read.prefill_request_s, read.request_s) == (found.prefill_request_s, found.request_s)
+    assert found.mixed_guests is not None
+    assert read.request_steps == max(0.0, found.mixed_guests.steps - 0.5)
     costs = StepCosts(read)
     # A millionth of a second is written.
     assert costs.prefill_local(100, 200) == pytest.approx(prefill_s(100, 200), abs=2e-7)

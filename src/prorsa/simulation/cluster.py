@@ -225,8 +225,12 @@ class SimulatedEngine:
     # The stream.
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        if self.core.profile.request_s:
-            await asyncio.sleep(self.core.profile.request_s)
+        core = self.core
+        way_s = core.profile.request_s
+        if core.role is not Role.DECODE:
+            way_s += core.profile.request_steps * core.step_s
+        if way_s:
+            await asyncio.sleep(way_s)
         leg = self._open(request)
         try:
             while True:

@@ -85,11 +85,13 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Joining:
-    """What a request that was prefilled elsewhere costs a decode instance at work, and how long it is kept waiting."""
+class Guests:
+    """Of requests that come to an engine at work."""
 
-    decode_request_s: float
-    handover_steps: float
+    held_s: float
+    """By how much each holds up the others, beside the steps that it takes part in."""
+    steps: float
+    """For how many steps it is kept waiting, beside what it waits for on an idle engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,10 @@ class Measured:
     request_s: float
     prefill_request_s: float
     update_s: float
-    joining: Joining | None
+    mixed_guests: Guests | None
+    """On a mixed engine."""
+    pair_guests: Guests | None
+    """On a pair whose decode engine is at work."""
     link: Link | None
     store_tokens_per_s: float | None
     flip_s: float | None
@@ -166,9 +171,10 @@ async def measure(engines: Sequence[Engine], limits: Limits, report: Report, wei
     first_token = await bench.prefill(server)
     decode = await bench.decode(server, kv_tokens)
     prefill_request_s = await bench.prefill_request(server)
-    joining = link = store = flip_s = None
+    mixed_guests = None if mixed is None else await bench.guests(mixed, kv_tokens)
+    pair_guests = link = store = flip_s = None
     if pair is not None:
-        joining = await bench.joining(pair, kv_tokens)
+        pair_guests = await bench.guests(pair, kv_tokens)
         link, store = await bench.movement(pair, mixed)
         flip_s = await bench.flips(pair)
     await bench.reload(server.decode)
@@ -182,7 +188,8 @@ async def measure(engines: Sequence[Engine], limits: Limits, report: Report, wei
         request_s=request_s,
         prefill_request_s=prefill_request_s,
         update_s=median(bench.reloads),
-        joining=joining,
+        mixed_guests=mixed_guests,
+        pair_guests=pair_guests,
         link=link,
         store_tokens_per_s=store,
         flip_s=flip_s,
@@ -290,9 +297,8 @@ class _Bench:
                 extra.append((several - (one.prefilled - one.start)) / (prompts - 1))
         return max(0.0, median(extra))
 
-    async def joining(self, pair: Server, kv_tokens: int) -> Joining | None:
-        """Requests for two tokens, one after another, while a batch decodes: by how much they hold it up, and how much
-        longer their prefill legs take than on an idle pair, in steps. None where two do not fit at once."""
+    async def guests(self, server: Server, kv_tokens: int) -> Guests | None:
+        """Requests for two tokens, one after another, while a batch decodes. None where two do not fit at once."""
         tokens = min(self._limits.max_context, PAGE + BACKGROUND_TOKENS)
         batch = min(BACKGROUND, self._limits.max_running // 2, kv_tokens // (2 * tokens))
         if batch == 0:
@@ -300,23 +306,22 @@ class _Bench:
         held: list[float] = []
         steps: list[float] = []
         for number in self._rounds():
-            self._report(f"handovers to a busy engine, round {number} of {self._limits.rounds}")
-            alone = _pace(await self._decode_batch(pair, batch))
-            larger = _pace(await self._decode_batch(pair, 2 * batch))
-            idle = median([(await self._serve(pair, self._tokens(PAGE), 2)).first_token_s for _ in range(WARM_UPS)])
-            work = asyncio.ensure_future(self._decode_batch(pair, batch))
+            self._report(f"requests to a busy engine, round {number} of {self._limits.rounds}")
+            alone = _pace(await self._decode_batch(server, batch))
+            larger = _pace(await self._decode_batch(server, 2 * batch))
+            idle = median([(await self._serve(server, self._tokens(PAGE), 2)).first_token_s for _ in range(WARM_UPS)])
+            work = asyncio.ensure_future(self._decode_batch(server, batch))
             guests: list[_Served] = []
             while not work.done():
-                guests.append(await self._serve(pair, self._tokens(PAGE), 2))
+                guests.append(await self._serve(server, self._tokens(PAGE), 2))
             pace = _pace(await work)
             guests = [guest for guest in guests if pace.begin < guest.prefilled <= pace.end]
-            if not guests:
-                continue
-            # Each of them was one more request in one step.
-            own = (larger.step_s - alone.step_s) / batch
-            held.append((pace.steps * (pace.step_s - alone.step_s)) / len(guests) - own)
-            steps.append((median(guest.first_token_s for guest in guests) - idle) / alone.step_s)
-        return Joining(max(0.0, median(held)), max(0.0, median(steps))) if held else None
+            if guests:
+                # Each was one more request in one step.
+                own = (larger.step_s - alone.step_s) / batch
+                held.append(pace.steps * (pace.step_s - alone.step_s) / len(guests) - own)
+                steps.append((median(guest.first_token_s for guest in guests) - idle) / alone.step_s)
+        return Guests(max(0.0, median(held)), max(0.0, median(steps))) if held else None
 
     async def _decode_batch(self, server: Server, batch: int) -> list[_Served]:
         """Short prompts and long outputs."""
@@ -551,7 +556,8 @@ ASSUMED = {"network_bytes_per_s": 50e9, "flip_s": 5.0}
 def write_profile(path: Path, measured: Measured, limits: Limits, facts: Facts) -> Profile:
     """Write `path` and the grid beside it. Raises OSError."""
     grid = path.with_suffix(".csv")
-    link, store, joining = measured.link, measured.store_tokens_per_s, measured.joining
+    link, store = measured.link, measured.store_tokens_per_s
+    mixed, pair = measured.mixed_guests, measured.pair_guests
     network = ASSUMED["network_bytes_per_s"] if link is None else link.tokens_per_s * facts.kv_bytes
     unknown = [name for name, value in (("network", link), ("flip_s", measured.flip_s)) if value is None]
     profile = Profile(
@@ -569,8 +575,10 @@ def write_profile(path: Path, measured: Measured, limits: Limits, facts: Facts) 
         max_running=limits.max_running,
         request_s=measured.request_s,
         prefill_request_s=measured.prefill_request_s,
-        decode_request_s=0.0 if joining is None else joining.decode_request_s,
-        handover_steps=0.0 if joining is None else joining.handover_steps,
+        # Until the next step begins, which is half of one on average, a simulated request waits by itself.
+        request_steps=0.0 if mixed is None else max(0.0, mixed.steps - 0.5),
+        decode_request_s=0.0 if pair is None else pair.held_s,
+        handover_steps=0.0 if pair is None else pair.steps,
         network_bytes_per_s=network,
         network_latency_s=0.0 if link is None else link.latency_s,
         store_bytes_per_s=network if store is None else store * facts.kv_bytes,

@@ -54,13 +54,15 @@ class Profile(Section):
     """Host time that a step adds to the operators' time, seconds."""
     request_s: NonNegative = 0.0
     """What a request takes beside the steps that it waits for and runs in: its way to the engine and back, seconds."""
+    request_steps: NonNegative = 0.0
+    """Steps of an instance at work that a request waits for on its way to the queue, where the host sees to its network
+    only between steps."""
     prefill_request_s: NonNegative = 0.0
     """What each request after the first adds to a step that prefills several, beside their tokens: host time, seconds."""
     decode_request_s: NonNegative = 0.0
     """What a request that was prefilled elsewhere adds to the decode step that it joins, beside its token: host time."""
     handover_steps: NonNegative = 0.0
-    """Steps of a decoding instance that a handover waits for beside its transfer, where the host sees to its network only
-    between steps."""
+    """Steps of a decode instance at work that a handover waits for beside its transfer, for the same reason."""
     network_bytes_per_s: Rate
     """What a rank's network interfaces carry."""
     network_latency_s: NonNegative = 0.0
