@@ -8,6 +8,7 @@ array copies however many trajectories have come and gone.
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,7 +117,7 @@ class Tracker:
     def __init__(self) -> None:
         self._rows: dict[str, int] = {}
         self._ids: list[str] = []
-        self._ended: dict[str, State] = {}
+        self._ended: OrderedDict[str, State] = OrderedDict()
         self._counts = {state: 0 for state in State if state in LIVE}
         self._entries = 0
         self._codes = {name: _Codes() for name in _NAMED} | {"mode": _Codes(MODES)}
@@ -292,4 +293,4 @@ class Tracker:
         del self._rows[trajectory]
         self._ended[trajectory] = state
         if len(self._ended) > REMEMBERED:
-            del self._ended[next(iter(self._ended))]
+            self._ended.popitem(last=False)
