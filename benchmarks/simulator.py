@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import gc
 import json
+import math
 import os
 import resource
 import subprocess
@@ -37,18 +38,22 @@ from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.manager import HealthLimits
 from prorsa.cluster.router import Limits
 from prorsa.cluster.turns import TurnRequest
-from prorsa.engines.protocol import Bootstrap, Engine, GenerateRequest, Role, SamplingParams
+from prorsa.engines.protocol import Bootstrap, Engine, FinishReason, GenerateRequest, Role, SamplingParams
 from prorsa.forecast import LifecycleForecaster
 from prorsa.lifecycle.events import Done, RewardStarted, Sampled
 from prorsa.rollout.controller import Controller, Plan
 from prorsa.rollout.sampler import Sampler
 from prorsa.simulation import clock, scenario
 from prorsa.simulation.cluster import SimulatedCluster, SimulatedEngine
+from prorsa.simulation.core import Core, StepTimes
+from prorsa.simulation.costs import StepCosts
 from prorsa.simulation.environment import questions, simulated_environment
 from prorsa.simulation.model import STOP, PseudoModel
 from prorsa.simulation.profile import load_profile
+from prorsa.simulation.ranks import Job
 from prorsa.simulation.run import run_scenario
 from prorsa.simulation.scripts import Script, TurnScript, Workload
+from prorsa.simulation.statistics import Ledger, Statistics
 from prorsa.simulation.tokens import Span
 from prorsa.simulation.workloads import RequestsWorkload
 
@@ -97,6 +102,14 @@ def peers(arguments: argparse.Namespace) -> None:
 
     for layout in ((1, 0, 0), (0, 1, 1)):
         for profile in arguments.profiles:
+            if layout == (1, 0, 0):
+                row(
+                    f"Prorsa, model of an engine, {profile}",
+                    "requests",
+                    layout,
+                    REQUESTS,
+                    partial(model_alone, profile),
+                )
             for name, run in (("engines alone", engines_alone), ("control plane", control_plane)):
                 row(f"Prorsa, {name}, {profile}", "requests", layout, REQUESTS, partial(simulate, run, profile))
         if arguments.dynamo:
@@ -149,14 +162,64 @@ def sampling(request: int) -> SamplingParams:
     return SamplingParams(OUTPUT, stop_token_ids=(STOP,), seed=request)
 
 
+def arrival_times() -> list[float]:
+    """The gaps between them are exponential."""
+    times: list[float] = np.cumsum(np.random.default_rng(0).exponential(1 / RATE, REQUESTS)).tolist()
+    return times
+
+
 async def arrivals(serve: Callable[[int], Coroutine[Any, Any, None]]) -> None:
-    """Serve each request when it comes; the gaps between them are exponential."""
-    times = np.cumsum(np.random.default_rng(0).exponential(1 / RATE, REQUESTS))
+    """Serve each request when it comes."""
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as running:
-        for request, at in enumerate(times.tolist()):
+        for request, at in enumerate(arrival_times()):
             await asyncio.sleep(at - loop.time())
             running.create_task(serve(request))
+
+
+def model_alone(profile: str, layout: Layout) -> float:
+    """What a simulated engine is without the event loop and its protocol: a list of requests, as the peers have it."""
+    loaded, statistics, ledger, ended = load_profile(profile), Statistics(), Ledger(), []
+
+    def report(job: Job, finish: FinishReason | None) -> None:
+        if finish is not None:
+            ledger.streamed += core.generated(job)
+            ended.append(job)
+
+    core = Core(
+        loaded,
+        StepTimes(StepCosts(loaded)),
+        Role.MIXED,
+        version=0,
+        store=None,
+        statistics=statistics,
+        ledger=ledger,
+        changed=lambda: None,
+        prefill_every=0,
+        stream_s=math.inf,
+    )
+    gc.collect()
+    start = time.process_time()
+    for number, at in enumerate(arrival_times()):
+        core.advance(at)
+        job = Job(
+            trajectory=f"r{number}",
+            question=number,
+            prompt=PROMPT,
+            target=OUTPUT,
+            first_prompt=PROMPT,
+            report=report,
+            handover=None,
+        )
+        core.prefill(job, at)
+    while core.due < math.inf:
+        core.advance(core.due)
+    seconds = time.process_time() - start
+    core.check()
+    ledger.check(statistics, 0, 0, 0)
+    if len(ended) != REQUESTS or statistics.decoded_tokens != REQUESTS * OUTPUT:
+        raise SystemExit(f"{len(ended)} of {REQUESTS} requests ended, with {statistics.decoded_tokens} tokens")
+    return seconds
 
 
 async def engines_alone(profile: str, layout: Layout) -> None:

@@ -122,3 +122,12 @@ def test_an_impossible_profile_is_one_clear_error(changes: dict[str, object], to
 def test_a_profile_that_is_not_there_is_told_what_there_is() -> None:
     with pytest.raises(ConfigError, match=r"profile=b300: .*one of: deepseek-v3-h200-ep16, .*qwen3"):
         load_profile("b300")
+
+
+def test_usable_kv_is_what_an_instance_counts_on_and_never_more_than_it_has() -> None:
+    ranks = LAYOUTS["qwen3-235b-h200-ep4"][1]
+    whole = load_profile("qwen3-235b-h200-ep4")
+    assert whole.instance_kv_tokens == ranks * whole.kv_tokens
+    assert load_profile("qwen3-235b-h200-ep4", usable_kv_tokens=1000).instance_kv_tokens == 1000
+    most = load_profile("qwen3-235b-h200-ep4", usable_kv_tokens=10 * whole.instance_kv_tokens)
+    assert most.instance_kv_tokens == whole.instance_kv_tokens

@@ -47,7 +47,8 @@ class Profile(Section):
     max_running: Positive
     """Requests that a rank decodes at once."""
     usable_kv_tokens: Positive | None = None
-    """C of one instance for the allocation (paper, Eq. 1), tokens; None: all of its ranks' capacity."""
+    """C of one instance (paper, Eq. 1), tokens: what the router and the allocation count on; None: all that its ranks have.
+    Less leaves decode batches that are quick rather than as large as they can be."""
     expert_imbalance: NonNegative = 0.0
     """0: every expert gets the same load; 1: the power-law load of the grid; between and beyond is interpolated."""
     step_overhead_s: NonNegative = 0.0
@@ -79,7 +80,9 @@ class Profile(Section):
 
     @property
     def instance_kv_tokens(self) -> int:
-        return self.ranks * self.kv_tokens
+        """C."""
+        held = self.ranks * self.kv_tokens
+        return held if self.usable_kv_tokens is None else min(held, self.usable_kv_tokens)
 
 
 SHIPPED = files("prorsa.simulation") / "profiles"
