@@ -13,9 +13,10 @@ from prorsa.allocation import Adaptive, Colocated, Policy, PrefillSpeed, Static
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.observers import Observer
 from prorsa.cluster.router import Limits
+from prorsa.cluster.switcher import Restarter
 from prorsa.config import Config, ConfigError
 from prorsa.engines.launcher import EmbeddedLauncher
-from prorsa.engines.protocol import Role, SamplingParams
+from prorsa.engines.protocol import Engine, Role, SamplingParams
 from prorsa.forecast.forecaster import LifecycleForecaster
 from prorsa.forecast.injection import FixedRate, GroupReplenishment, Injection, ReplaceOnReward
 from prorsa.rollout.episode import Bounds, Environment
@@ -90,6 +91,32 @@ def build_injection(config: Config) -> Injection | None:
             return GroupReplenishment(rollout.group_size)
 
 
+def build_control(
+    config: Config,
+    engines: Sequence[Engine],
+    restarter: Restarter | None,
+    observers: Sequence[Observer],
+    injection: Injection | None,
+) -> ControlPlane:
+    """The control plane over engines that run already."""
+    return ControlPlane(
+        engines,
+        forecaster=LifecycleForecaster(
+            injection,
+            config.policy.prefill_tokens_per_s,
+            # What a decode instance sets aside for a request, so that admission and allocation count alike.
+            kv_footprint=lambda tokens: tokens + config.sampling.max_new_tokens,
+            decode_returns=config.policy.decode_returns,
+        ),
+        policy=build_policy(config),
+        speed=PrefillSpeed(config.policy.prefill_tokens_per_s),
+        horizon=config.policy.horizon,
+        restarter=restarter,
+        observers=observers,
+        limits=Limits(decode_slots=config.cluster.max_running, decode_headroom=config.sampling.max_new_tokens),
+    )
+
+
 @asynccontextmanager
 async def running_cluster(
     config: Config, log_dir: Path, observers: Sequence[Observer], injection: Injection | None
@@ -98,22 +125,7 @@ async def running_cluster(
     launcher = build_launcher(config, log_dir)
     try:
         engines = await asyncio.gather(*(launcher.start(*instance) for instance in instance_roles(config).items()))
-        control = ControlPlane(
-            engines,
-            forecaster=LifecycleForecaster(
-                injection,
-                config.policy.prefill_tokens_per_s,
-                # What a decode instance sets aside for a request, so that admission and allocation count alike.
-                kv_footprint=lambda tokens: tokens + config.sampling.max_new_tokens,
-                decode_returns=config.policy.decode_returns,
-            ),
-            policy=build_policy(config),
-            speed=PrefillSpeed(config.policy.prefill_tokens_per_s),
-            horizon=config.policy.horizon,
-            restarter=launcher,
-            observers=observers,
-            limits=Limits(decode_slots=config.cluster.max_running, decode_headroom=config.sampling.max_new_tokens),
-        )
+        control = build_control(config, engines, launcher, observers, injection)
         await control.start()
         try:
             yield control

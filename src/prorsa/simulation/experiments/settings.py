@@ -67,6 +67,8 @@ class Budget:
     """Of the runs that show how the workload changes across steps."""
     load: float
     """Of the scenarios' trajectories."""
+    long_load: float
+    """The same, of the runs with `long_steps`."""
     cadences: tuple[int, ...]
     """What the best cadence is sought among."""
     splits: tuple[str, ...]
@@ -81,14 +83,16 @@ FULL = Budget(
     async_steps=MappingProxyType({"math": 2, "coding-agent": 2, "general-agent": 2}),
     long_steps=7,
     load=1.0,
+    long_load=0.5,
     cadences=(4, 16, 64),
-    splits=tuple(f"{prefill}:{8 - prefill}" for prefill in range(1, 8)),
+    splits=tuple(f"{prefill}:{8 - prefill}" for prefill in range(2, 7)),
 )
 QUICK = Budget(
     sync_steps=MappingProxyType({"math": 1, "coding-agent": 1, "general-agent": 1}),
     async_steps=MappingProxyType({"math": 1, "coding-agent": 1, "general-agent": 1}),
     long_steps=3,
     load=0.0625,
+    long_load=0.0625,
     cadences=(16,),
     splits=("3:5", "4:4", "5:3"),
 )

@@ -41,7 +41,8 @@ def long_steps(lab: Lab, setting: Setting) -> int:
 
 
 def long_job(lab: Lab, setting: Setting, policy: PolicySection = ADAPTIVE) -> Job:
-    return lab.job(setting, policy, steps=long_steps(lab, setting))
+    load = f"rollout.load={lab.budget.long_load}"
+    return lab.job(setting, policy, load, steps=long_steps(lab, setting))
 
 
 def long_jobs(tasks: Sequence[str], staleness: Sequence[str]) -> Callable[[Lab], list[Job]]:
