@@ -213,7 +213,9 @@ async def _run(setting: _Setting, progress: Progress | None, record_to: Path | N
                 # What still runs is dropped when the controller closes: it is no part of the result.
                 watch.close(controller.lost)
         finally:
-            await control.stop()
+            # A flip that is going on is let end: nothing of it is lost in virtual time.
+            async with control.switcher.lock:
+                await control.stop()
         cluster.check()
     return watch.outcome(setting, steps, forecaster, cluster.statistics)
 
