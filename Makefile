@@ -6,7 +6,9 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 CONFIG ?= examples/demo.yaml
 
-.PHONY: demo test setup lint types tests format clean
+SGLANG := .venv-sglang/.ready
+
+.PHONY: demo test setup sglang lint types tests format clean
 
 demo: setup
 	$(BIN)/prorsa train $(CONFIG)
@@ -20,6 +22,14 @@ $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --progress-bar off --quiet --editable '.[train,dev]'
 	@touch $(READY)
+
+# Engines run in processes and an environment of their own: SGLang's requirements exclude verl's.
+sglang: $(SGLANG)
+
+$(SGLANG): scripts/install_sglang.sh requirements/sglang-cpu.txt requirements/sglang-cpu-nodeps.txt
+	@echo "== Setting up .venv-sglang with $(PYTHON): 2 GB without a GPU, more with one; some minutes"
+	scripts/install_sglang.sh $(PYTHON) .venv-sglang
+	@touch $(SGLANG)
 
 lint:
 	@echo "== ruff"
@@ -39,4 +49,4 @@ format:
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-sglang build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

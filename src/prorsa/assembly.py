@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import Protocol
 
 from prorsa.allocation import Adaptive, Colocated, Policy, PrefillSpeed, Static
 from prorsa.cluster.control import ControlPlane
@@ -17,6 +18,9 @@ from prorsa.cluster.switcher import Restarter
 from prorsa.config import Config, ConfigError
 from prorsa.engines.launcher import EmbeddedLauncher
 from prorsa.engines.protocol import Engine, Role, SamplingParams
+from prorsa.engines.sglang import SGLangEngine
+from prorsa.engines.sglang_server.flags import EngineFlags
+from prorsa.engines.sglang_server.launcher import SGLangLauncher, gpu_here
 from prorsa.forecast.forecaster import LifecycleForecaster
 from prorsa.forecast.injection import FixedRate, GroupReplenishment, Injection, ReplaceOnReward
 from prorsa.rollout.episode import Bounds, Environment
@@ -41,7 +45,18 @@ def instance_roles(config: Config) -> dict[str, Role]:
     return {f"engine-{index}": role for index, role in enumerate(roles)}
 
 
-def build_launcher(config: Config, log_dir: Path) -> EmbeddedLauncher:
+class Launcher(Restarter, Protocol):
+    """Who owns the engine processes of this machine."""
+
+    async def start(self, name: str, role: Role) -> SGLangEngine: ...
+    async def close(self) -> None: ...
+
+
+def build_launcher(config: Config, log_dir: Path) -> Launcher:
+    return _sglang_launcher(config, log_dir) if config.cluster.engine == "sglang" else _embedded(config, log_dir)
+
+
+def _embedded(config: Config, log_dir: Path) -> EmbeddedLauncher:
     cluster = config.cluster
     return EmbeddedLauncher(
         checkpoint(config),
@@ -53,6 +68,28 @@ def build_launcher(config: Config, log_dir: Path) -> EmbeddedLauncher:
         kv_store_tokens=cluster.kv_store_tokens,
         log_dir=log_dir,
     )
+
+
+def _sglang_launcher(config: Config, log_dir: Path) -> SGLangLauncher:
+    cluster, sglang = config.cluster, config.sglang
+    if not Path(sglang.python).is_file():
+        raise ConfigError(
+            f"sglang.python={sglang.python!r}: no such file; `make sglang` makes that environment, or name one that has "
+            f"SGLang (a relative path starts at {os.getcwd()})"
+        )
+    device = sglang.device
+    flags = EngineFlags(
+        checkpoint(config),
+        device=("cuda" if gpu_here() else "cpu") if device == "auto" else device,
+        kv_tokens=cluster.kv_tokens,
+        block_tokens=cluster.block_tokens,
+        prefill_chunk=cluster.prefill_chunk,
+        max_running=cluster.max_running,
+        max_waiting=cluster.max_waiting,
+        tensor_parallel=cluster.gpus_per_prefill,
+        extra=tuple(sglang.flags),
+    )
+    return SGLangLauncher(sglang.python, flags, start_seconds=sglang.start_timeout, log_dir=log_dir)
 
 
 def checkpoint(config: Config) -> str:

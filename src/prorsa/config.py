@@ -38,6 +38,8 @@ class Model(Section):
 
 
 class Cluster(Section):
+    engine: Literal["embedded", "sglang"] = "embedded"
+    """`embedded`: the small engine that comes with Prorsa; `sglang`: SGLang, see the section of that name."""
     instances: Positive = 4
     """Engine processes, each a prefill or a decode instance (or mixed under `policy.name: colocated`)."""
     gpus_per_prefill: Positive = 1
@@ -63,6 +65,19 @@ class Cluster(Section):
     def budget(self) -> int:
         """G."""
         return self.gpus or self.instances * max(self.gpus_per_prefill, self.gpus_per_decode)
+
+
+class SGLang(Section):
+    """Read where `cluster.engine` is `sglang`."""
+
+    python: str = ".venv-sglang/bin/python"
+    """Interpreter of the environment that has SGLang and this package (`make sglang` makes one)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What the engines run on; `auto` takes the GPUs where there are any."""
+    flags: list[str] = []
+    """Further command-line flags of every engine, after ours."""
+    start_timeout: Seconds = 1200.0
+    """Longest time from an engine's start until it serves."""
 
 
 class Policy(Section):
@@ -189,6 +204,7 @@ class Config(Section):
     """Of the questions, of sampling and of training."""
     model: Model
     cluster: Cluster = Cluster()
+    sglang: SGLang = SGLang()
     policy: Policy = Policy()
     sampling: Sampling = Sampling()
     task: Task = Task()
@@ -240,6 +256,11 @@ def _impossibilities(config: Config) -> list[str]:
                 f"cluster.gpus={cluster.gpus}: the {n_prefill} prefill and {n_decode} decode instances to start with take "
                 f"{start}; set it to {start} or more, or use fewer cluster.instances"
             )
+    if cluster.engine == "sglang" and cluster.gpus_per_prefill != cluster.gpus_per_decode:
+        problems.append(
+            f"cluster.gpus_per_decode={cluster.gpus_per_decode}: an SGLang engine keeps its GPUs when its role flips; "
+            f"make it equal to cluster.gpus_per_prefill={cluster.gpus_per_prefill}"
+        )
     if cluster.kv_tokens < config.model.max_context + cluster.block_tokens:
         problems.append(
             f"cluster.kv_tokens={cluster.kv_tokens}: one trajectory of model.max_context={config.model.max_context} "

@@ -1,0 +1,74 @@
+"""The flags of an SGLang engine: what Prorsa's roles, flips and router need of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from prorsa.engines.protocol import Role
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFlags:
+    """What all engines of a cluster have in common. Lengths and capacities are in tokens."""
+
+    model_path: str
+    device: Literal["cpu", "cuda"]
+    kv_tokens: int
+    block_tokens: int
+    prefill_chunk: int
+    max_running: int
+    max_waiting: int
+    tensor_parallel: int = 1
+    extra: tuple[str, ...] = ()
+    """After all others, so that they win."""
+
+    def of_engine(self, role: Role, index: int, port: int, bootstrap_port: int) -> list[str]:
+        """The command line of the engine number `index`, which takes the GPUs after those of the engines before it."""
+        flags = [
+            f"--model-path={self.model_path}",
+            f"--host={HOST}",
+            f"--port={port}",
+            f"--max-total-tokens={self.kv_tokens}",
+            f"--page-size={self.block_tokens}",
+            f"--chunked-prefill-size={self.prefill_chunk}",
+            f"--max-running-requests={self.max_running}",
+            f"--max-queued-requests={self.max_waiting}",
+            # Both would send a request of their own; the launcher waits until the engine answers.
+            "--skip-server-warmup",
+            "--enable-metrics",
+            "--enable-cache-report",
+            *(_ON_CPU if self.device == "cpu" else self._on_gpu(index)),
+        ]
+        if role is not Role.MIXED:
+            flags += [
+                f"--disaggregation-mode={role.value}",
+                f"--disaggregation-bootstrap-port={bootstrap_port}",
+                f"--disaggregation-transfer-backend={'mooncake_tcp' if self.device == 'cpu' else 'mooncake'}",
+                "--enable-pd-role-switch",
+                # Without it a prefill instance that becomes decode fails; see `plugin.refuse_leaking_decode`.
+                "--disaggregation-decode-enable-radix-cache",
+            ]
+        return [*flags, *self.extra]
+
+    def _on_gpu(self, index: int) -> list[str]:
+        return [
+            "--device=cuda",
+            f"--tensor-parallel-size={self.tensor_parallel}",
+            f"--base-gpu-id={index * self.tensor_parallel}",
+        ]
+
+
+_ON_CPU = (
+    "--device=cpu",
+    # What the checkpoint says would be float16, in which requests of one batch change each other's rounding visibly.
+    "--dtype=float32",
+    "--attention-backend=torch_native",
+    "--grammar-backend=none",
+    "--mem-fraction-static=0.3",
+    "--disaggregation-decode-retraction-backup=cpu_tensor",
+    # An idle engine would otherwise keep half a core busy.
+    "--sleep-on-idle",
+)

@@ -1,0 +1,258 @@
+"""Starts and ends SGLang engines on this machine, through a keeper process that ends them when this process dies.
+
+Like `engines.launcher` of the embedded engine: engines are known by name, each with a log file of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+import shutil
+import socket
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prorsa.engines.protocol import EngineError, EngineGone, Role
+from prorsa.engines.sglang import SGLangEngine
+from prorsa.engines.sglang_server.flags import HOST, EngineFlags
+
+logger = logging.getLogger(__name__)
+
+HEALTH_POLL_SECONDS = 0.5
+PROGRESS_SECONDS = 15.0
+"""How often a start that takes long is reported."""
+KEEPER_STOP_SECONDS = 10.0
+LOWEST_PORT = 20000
+LOG_TAIL_BYTES = 2000
+STANDINS = Path(__file__).parent / "cpu_standins"
+NVIDIA = Path("/dev/nvidiactl")
+
+
+def gpu_here() -> bool:
+    return NVIDIA.exists()
+
+
+@dataclass(slots=True)
+class _Child:
+    index: int
+    """Which GPUs are its own: the lowest number that no other engine has."""
+    log: Path
+    pid: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    ended: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Its exit status."""
+    engine: SGLangEngine | None = None
+
+
+class SGLangLauncher:
+    """Owns the engines. `python` is the interpreter that has SGLang; `start_seconds` bounds one engine's start."""
+
+    def __init__(self, python: str, flags: EngineFlags, *, start_seconds: float, log_dir: Path) -> None:
+        self._python = python
+        self._flags = flags
+        self._start_seconds = start_seconds
+        self._log_dir = log_dir
+        self._engines: dict[str, _Child] = {}
+        self._keeper: asyncio.Task[_Keeper] | None = None
+        self._ports: set[int] = set()
+
+    async def start(self, name: str, role: Role) -> SGLangEngine:
+        """Start an engine and wait until it serves. Several can start at once. Raises `EngineError` with its log's end."""
+        if name in self._engines:
+            raise EngineError(f"engine {name}: is running already; stop it first")
+        taken = {child.index for child in self._engines.values()}
+        index = next(number for number in range(len(taken) + 1) if number not in taken)
+        child = self._engines[name] = _Child(index, self._log_dir / f"{name}.log")
+        port, bootstrap_port = self._free_port(), self._free_port()
+        try:
+            keeper = await self._running_keeper()
+            keeper.start(name, child, self._flags.of_engine(role, index, port, bootstrap_port))
+            child.engine = SGLangEngine(name, f"http://{HOST}:{port}", HOST, bootstrap_port)
+            await self._wait_until_it_serves(name, child, child.engine)
+        except BaseException:
+            await self.stop(name)
+            raise
+        return child.engine
+
+    async def stop(self, name: str) -> None:
+        """End an engine; harmless when it is dead already. KeyError when there was none of that name."""
+        child = self._engines.pop(name)
+        if child.engine is None:
+            return
+        await child.engine.close()
+        (await self._running_keeper()).stop(name)
+        await asyncio.wait([child.ended])
+
+    async def restart(self, name: str, role: Role) -> SGLangEngine:
+        """A new process under the old name, whether the old one lives, is dead or never started. It has the weights that
+        the launcher was made with: update them if newer ones are in use."""
+        if name in self._engines:
+            await self.stop(name)
+        return await self.start(name, role)
+
+    async def close(self) -> None:
+        """End every process."""
+        await asyncio.gather(*(self.stop(name) for name in list(self._engines)))
+        if self._keeper is not None:
+            keeper, self._keeper = self._keeper, None
+            await asyncio.wait([keeper])
+            if keeper.exception() is None:
+                await keeper.result().close()
+
+    def pid(self, name: str) -> int:
+        return self._engines[name].pid.result()
+
+    async def _running_keeper(self) -> _Keeper:
+        if self._keeper is None:
+            self._keeper = asyncio.create_task(_start_keeper(self._python, self._flags.device, self._log_dir))
+        return await asyncio.shield(self._keeper)
+
+    async def _wait_until_it_serves(self, name: str, child: _Child, engine: SGLangEngine) -> None:
+        now = asyncio.get_running_loop().time
+        start = reported = now()
+        while not await _serves(engine):
+            await asyncio.wait([child.ended], timeout=HEALTH_POLL_SECONDS)
+            if child.ended.done():
+                raise EngineError(
+                    f"engine {name}: ended with status {child.ended.result()} before it served; {child.log} ends with:\n"
+                    f"{_tail(child.log)}"
+                )
+            if now() - start > self._start_seconds:
+                raise EngineError(
+                    f"engine {name}: did not serve after {self._start_seconds:.0f} s; {child.log} ends with:\n"
+                    f"{_tail(child.log)}"
+                )
+            if now() - reported > PROGRESS_SECONDS:
+                reported = now()
+                logger.info("engine %s: starting since %.0f s: %s", name, now() - start, _last_line(child.log))
+        logger.info("engine %s: serves after %.1f s", name, now() - start)
+
+    def _free_port(self) -> int:
+        """A port that is free, was not given before, and is not among those that the system hands to connections: the engine
+        takes it seconds later."""
+        highest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        while True:
+            port = random.SystemRandom().randrange(LOWEST_PORT, highest)
+            with socket.socket() as probe:
+                if port not in self._ports and probe.connect_ex((HOST, port)) != 0:
+                    self._ports.add(port)
+                    return port
+
+
+class _Keeper:
+    """The keeper process, and whose engines' lives it tells of."""
+
+    def __init__(self, process: asyncio.subprocess.Process, directory: str) -> None:
+        self._process = process
+        self._directory = directory
+        self._children: dict[str, _Child] = {}
+        self._listening = asyncio.create_task(self._listen(), name="SGLang keeper")
+
+    def start(self, name: str, child: _Child, flags: list[str]) -> None:
+        self._children[name] = child
+        self._order(do="start", engine=name, flags=flags, log=str(child.log.absolute()))
+
+    def stop(self, name: str) -> None:
+        if not self._children[name].ended.done():
+            self._order(do="stop", engine=name)
+
+    async def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(KEEPER_STOP_SECONDS):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        await self._listening
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _order(self, **command: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+
+    async def _listen(self) -> None:
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            event = json.loads(line)
+            child = self._children[event["engine"]]
+            if event["event"] == "started":
+                child.pid.set_result(event["pid"])
+            elif not child.ended.done():
+                child.ended.set_result(event["status"])
+        for child in self._children.values():
+            if not child.ended.done():
+                child.ended.set_result(-9)
+
+
+async def _start_keeper(python: str, device: str, log_dir: Path) -> _Keeper:
+    log_dir.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
+    log_path = log_dir / "sglang-keeper.log"
+    # SGLang leaves temporary files behind; in a directory of their own they go when the engines do.
+    directory = tempfile.mkdtemp(prefix="prorsa-")
+    with log_path.open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            python,
+            "-m",
+            "prorsa.engines.sglang_server.keeper",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, **_environment(device), "TMPDIR": directory},
+            # A Ctrl-C at the terminal is for the parent, which ends its children in order.
+            start_new_session=True,
+        )
+    assert process.stdout is not None
+    try:
+        told = await process.stdout.readline()
+    except BaseException:
+        process.kill()
+        await process.wait()
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    event = json.loads(told) if told else {"event": "refused", "reason": f"{log_path} ends with:\n{_tail(log_path)}"}
+    keeper = _Keeper(process, directory)
+    if event["event"] != "ready":
+        await keeper.close()
+        raise EngineError(f"SGLang in {python}: {event['reason']}")
+    return keeper
+
+
+def _environment(device: str) -> dict[str, str]:
+    environment = {
+        "PRORSA_SGLANG_DEVICE": device,
+        # The health check of an idle engine would be a request of its own, in the way of a flip.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if device == "cpu":
+        environment |= {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_EXTERNAL_MODEL_PACKAGE": "prorsa.engines.sglang_server.cpu_models",
+            "PYTHONPATH": os.pathsep.join([str(STANDINS), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            # One thread each: a pool of engines shares the machine.
+            "OMP_NUM_THREADS": "1",
+        }
+    return environment
+
+
+async def _serves(engine: SGLangEngine) -> bool:
+    try:
+        await engine.info()
+    except EngineGone:
+        return False
+    return True
+
+
+def _tail(path: Path) -> str:
+    return path.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace") if path.exists() else "(nothing)"
+
+
+def _last_line(path: Path) -> str:
+    lines = _tail(path).rstrip().splitlines()
+    return lines[-1] if lines else "(no output yet)"
