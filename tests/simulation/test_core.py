@@ -212,6 +212,17 @@ def test_the_host_takes_its_time_for_a_request_that_joins_a_decode() -> None:
     assert bench.statistics.steps == 1 + 10
 
 
+def test_the_hosts_work_for_a_request_is_done_in_as_many_steps_as_a_handover_takes() -> None:
+    bench = Bench(ranks=1, network_bytes_per_s=1e9, decode_request_s=0.25, handover_steps=2)
+    prefill, decode = bench.core(Role.PREFILL), bench.core(Role.DECODE)
+    bench.ask_pair(0.0, prefill, decode, "a", prompt=100, target=11)
+    bench.run()
+    assert bench.end("a", Role.DECODE) == pytest.approx(1.5 + 0.25 + 10 * 0.625)
+    # A half, a quarter, an eighth, and what is left.
+    longest = 0.625 + 0.125
+    assert bench.statistics.itl.percentile(1.0) == pytest.approx(longest, rel=0.02)
+
+
 def test_a_handover_waits_for_steps_of_a_decoding_instance_alone() -> None:
     bench = Bench(ranks=1, network_bytes_per_s=1e9, handover_steps=2)
     prefill, decode = bench.core(Role.PREFILL), bench.core(Role.DECODE)

@@ -33,6 +33,8 @@ WINDOW = 1024
 """Contexts between which the cost of a decode step is linear, unless the grid's points are closer."""
 UNBALANCED = 1.5
 """How much more KV cache than the least loaded rank the one may have to which a prefix calls a request."""
+LAST_PART = 0.1
+"""Share of the host's work for one request that is not divided any further."""
 NEVER = math.inf
 
 
@@ -120,7 +122,7 @@ class Core:
         self._since_prefill = 0
         """Decode steps since the last step that prefilled."""
         self._joining_s = 0.0
-        """Host time of the requests that join the next decode step."""
+        """Host time of the requests that have joined, as far as no step has waited for it yet."""
         # The present step, or steps: `_steps` of them from `_start` to `_end`; 0 while there is nothing to do. The first
         # takes `_first` seconds, each later one `_growth` more; of that, `_shared` is not the ranks' own.
         self._steps = 0
@@ -648,8 +650,8 @@ class Core:
         if extending:
             self._begin_prefill(now)
         elif decoding:
-            # What was retracted may find room on another rank. Only the next step waits for who joins. The context must
-            # not grow over several points of the grid.
+            # What was retracted may find room on another rank. Each step waits for another part of the host's work. The
+            # context must not grow over several points of the grid.
             self._begin_decodes(now, 1 if retracted or self._joining_s else self.times.window)
         else:
             # Where a retraction has emptied every rank, what it has queued can start.
@@ -689,9 +691,17 @@ class Core:
         if steps > 1:
             costs = [rank.cost + rank.slope * (steps - 1) for rank in decoding]
             last, last_own = max(costs), sum(costs)
-        self._shared = self.times.shared(False, tokens / len(self.ranks), most) + self._joining_s
-        self._joining_s = 0.0
+        self._shared = self.times.shared(False, tokens / len(self.ranks), most) + self._host_s()
         self._set_steps(steps, now, slowest, last, own, last_own)
+
+    def _host_s(self) -> float:
+        """The next step's part of the host's work for who joins, which is done in as many steps as a handover takes."""
+        profile, left = self.profile, self._joining_s
+        part = left / max(1.0, profile.handover_steps)
+        if left - part < LAST_PART * profile.decode_request_s:
+            part = left
+        self._joining_s -= part
+        return part
 
     def _price(self, rank: Rank) -> float:
         """The rank's part of a decode step."""
