@@ -5,7 +5,7 @@ Times are seconds of the run's virtual clock, volumes are tokens. `full` counts 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -76,7 +76,6 @@ class RunOutcome:
     """What the simulation itself took."""
     instances: int
     gpus: int
-    notes: list[str] = field(default_factory=list)
 
     @property
     def rollout_s(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 BIN_S = 10.0
 """Width of the bins of `Statistics.itl_over_time`, seconds."""
@@ -13,13 +14,12 @@ class ConservationError(Exception):
     """The simulation's books do not balance: a bug of the simulator. The message says which sums differ."""
 
 
+@dataclass
 class Histogram:
     """Weights of positive values in logarithmic bins, about 2 % wide."""
 
-    BINS_PER_E = 50
-
-    def __init__(self) -> None:
-        self.weights: dict[int, float] = {}
+    BINS_PER_E: ClassVar = 50
+    weights: dict[int, float] = field(default_factory=dict)
 
     def add(self, value: float, weight: float) -> None:
         index = math.floor(math.log(value) * self.BINS_PER_E) if value > 0 else -(1 << 30)
