@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -18,6 +20,7 @@ from prorsa.assembly import (
     build_sandboxes,
     build_task,
     build_tokenizer,
+    instance_roles,
     running_cluster,
     sampling_params,
 )
@@ -121,6 +124,33 @@ async def verify(run_dir: Path, console: Console) -> int:
         + (f"; {skipped} turns of other weights than {config.model.path} were not checked" if skipped else "")
     )
     return 0
+
+
+Show = Callable[[str], None]
+ENGINES = "engines.json"
+"""In the run directory of `prorsa engines launch`: where each engine listens, for scripts."""
+
+
+@dataclass(frozen=True)
+class LaunchedEngine:
+    name: str
+    role: Role
+    url: str
+    bootstrap_port: int
+
+
+@asynccontextmanager
+async def launched_engines(config: Config, run_dir: Path) -> AsyncIterator[list[LaunchedEngine]]:
+    """The engines of a configuration, which serve; leaving it ends them. Raises `EngineError`."""
+    roles = instance_roles(config)
+    launcher = build_launcher(config, run_dir / LOGS)
+    try:
+        started = await asyncio.gather(*(launcher.start(*instance) for instance in roles.items()))
+        engines = [LaunchedEngine(e.name, roles[e.name], e.url, e.bootstrap_port) for e in started]
+        (run_dir / ENGINES).write_text(json.dumps([asdict(engine) for engine in engines], indent=2) + "\n")
+        yield engines
+    finally:
+        await launcher.close()
 
 
 @dataclass(frozen=True)
