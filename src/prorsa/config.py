@@ -344,13 +344,18 @@ def dump_config(config: Section) -> str:
     return "\n".join(_commented(config, "")) + "\n"
 
 
-def _commented(section: Section, indent: str) -> Iterator[str]:
+def _commented(section: Section, indent: str, explain: bool = True) -> Iterator[str]:
     for name, field in type(section).model_fields.items():
-        if field.description:
+        if field.description and explain:
             yield from (f"{indent}# {line}" for line in wrap(" ".join(field.description.split()), COMMENT_WIDTH))
         value = getattr(section, name)
         if isinstance(value, Section):
             yield f"{indent}{name}:"
-            yield from _commented(value, indent + "  ")
+            yield from _commented(value, indent + "  ", explain)
+        elif isinstance(value, dict) and all(isinstance(part, Section) for part in value.values()):
+            yield f"{indent}{name}:"
+            for number, (key, part) in enumerate(value.items()):
+                yield f"{indent}  {key}:"
+                yield from _commented(part, indent + "    ", explain and number == 0)
         else:
             yield f"{indent}{name}: {yaml.safe_dump(value, default_flow_style=True, width=10_000).split(END)[0].strip()}"

@@ -157,3 +157,13 @@ def test_simulate_compares_the_policies_of_a_scenario(tmp_path: Path, capsys: py
     assert "qwen3-235b-general-agent" in page.read_text()
     assert main([*arguments, "--policy", "nobody"]) == 2
     assert "--policy nobody: the scenario has colocated, colocated-cadence, adaptive" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.2-coding-agent", "mimo-v2.5-pro-math", "qwen3-235b-general-agent"])
+def test_a_dry_run_prints_a_scenario_that_reads_as_the_same_one(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", name, "rollout.load=2.5", "--dry-run"]) == 0
+    (tmp_path / "resolved.yaml").write_text(shown := capsys.readouterr().out)
+    assert load_scenario(tmp_path / "resolved.yaml") == load_scenario(scenario_path(name), ["rollout.load=2.5"])
+    assert shown.count("# Of `colocated`: 0 prefills") == 1, "each key is explained once"
