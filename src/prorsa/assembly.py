@@ -15,7 +15,7 @@ from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.observers import Observer
 from prorsa.cluster.router import Limits
 from prorsa.cluster.switcher import Restarter
-from prorsa.config import Config, ConfigError
+from prorsa.config import Batches, Config, ConfigError
 from prorsa.engines.launcher import EmbeddedLauncher
 from prorsa.engines.protocol import Engine, Role, SamplingParams
 from prorsa.engines.sglang import SGLangEngine
@@ -114,9 +114,8 @@ def build_policy(config: Config) -> Policy:
             return Adaptive(cluster.gpus_per_prefill, cluster.gpus_per_decode, cluster.budget)
 
 
-def build_injection(config: Config) -> Injection | None:
+def build_injection(rollout: Batches) -> Injection | None:
     """The rule that launches trajectories; None in synchronous rollout."""
-    rollout = config.rollout
     if rollout.mode == "sync":
         return None
     match rollout.injection:
