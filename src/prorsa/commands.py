@@ -45,7 +45,7 @@ class CommandFailed(Exception):
 
 async def rollout(config: Config, run_dir: Path) -> None:
     """`rollout.steps` batches of complete groups, recorded in `run_dir`."""
-    rollout, injection = config.rollout, build_injection(config)
+    rollout, injection = config.rollout, build_injection(config.rollout)
     count = config.task.train_questions if rollout.split == "train" else config.task.test_questions
     questions = build_task(config).questions(rollout.split, count, config.seed)
     sampler = Sampler(questions, rollout.group_size, config.seed)

@@ -136,7 +136,9 @@ class Sandbox(Section):
     """Largest file that a sandbox may write, MiB."""
 
 
-class Rollout(Section):
+class Batches(Section):
+    """What is rolled out and when it is launched; real and simulated rollouts have it in common."""
+
     mode: Literal["sync", "async"] = "sync"
     """`sync`: a batch starts when the last one has ended; `async`: trajectories are injected all the time. `prorsa train`
     follows `train.mode`."""
@@ -152,6 +154,9 @@ class Rollout(Section):
     """When new trajectories are launched (async; paper, B.2)."""
     injection_rate: Annotated[float, Field(gt=0)] = 8.0
     """Trajectories a second under `fixed_rate`."""
+
+
+class Rollout(Batches):
     split: Literal["train", "test"] = "train"
     """The questions that `prorsa rollout` asks."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 from prorsa.allocation import Adaptive, Colocated, Policy, PrefillSpeed, Static
+from prorsa.assembly import build_injection
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.instances import InstanceState
 from prorsa.cluster.manager import HealthLimits
@@ -22,7 +23,7 @@ from prorsa.cluster.router import Limits
 from prorsa.config import ConfigError
 from prorsa.engines.protocol import Role
 from prorsa.forecast import Forecast, Forecaster, Kalman, LifecycleForecaster, Persistence, WindowMeter
-from prorsa.forecast.injection import FixedRate, GroupReplenishment, Injection, ReplaceOnReward
+from prorsa.forecast.injection import Injection
 from prorsa.lifecycle import Done, Dropped, Snapshot, Transition
 from prorsa.report.comparison import RoleCount
 from prorsa.report.recorder import RunRecorder
@@ -103,17 +104,6 @@ class _Setting:
         in_flight = None if self.rollout.in_flight is None else self.groups(self.rollout.in_flight)
         return Plan(self.groups(self.rollout.groups), injection, self.rollout.max_staleness, in_flight)
 
-    def injection(self) -> Injection | None:
-        if self.rollout.mode == "sync":
-            return None
-        match self.rollout.injection:
-            case "replace_on_reward":
-                return ReplaceOnReward()
-            case "fixed_rate":
-                return FixedRate(self.rollout.injection_rate)
-            case "group_replenishment":
-                return GroupReplenishment(self.group_size)
-
     def build_policy(self) -> Policy:
         prefill = sum(role is Role.PREFILL for role in self.roles.values())
         match self.policy.name:
@@ -174,7 +164,7 @@ async def _run(setting: _Setting, progress: Progress | None, record_to: Path | N
         kv_store=scenario.hardware.kv_store,
     )
     theta = profiled_speed(setting.prefill, setting.workload, setting.scenario.seed)
-    injection = setting.injection()
+    injection = build_injection(setting.rollout)
     forecaster = _Scored(
         LifecycleForecaster(injection, theta, decode_returns=setting.policy.decode_returns),
         {"persistence": Persistence(), "kalman": Kalman()},

@@ -10,10 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from prorsa.config import ConfigError, Positive, Seconds, Section, read_yaml, validated
+from prorsa.config import Batches, ConfigError, Positive, Seconds, Section, read_yaml, validated
 from prorsa.simulation.profile import NonNegative, Profile, load_profile
-
-Injected = Literal["replace_on_reward", "fixed_rate", "group_replenishment"]
 
 
 class WorkloadSection(Section):
@@ -66,19 +64,17 @@ class PolicySection(Section):
     one step in k prefill while any rank decodes."""
 
 
-class RolloutSection(Section):
-    mode: Literal["sync", "async"] = "sync"
+class RolloutSection(Batches):
     groups: Positive = 16
     """Groups in a batch (a step)."""
     group_size: Positive = 32
+    """Trajectories of one question that are compared with each other (GRPO); the paper's agentic tasks have 32."""
+    steps: Positive = 3
+    """Training steps."""
+    max_staleness: int = Field(default=0, ge=0)
+    """How many weights versions a trajectory may fall behind before it is dropped (async)."""
     in_flight: Positive | None = None
     """Groups that run at once in `async`; None: as many as a batch has."""
-    steps: Positive = 3
-    max_staleness: int = Field(default=0, ge=0)
-    """How many weights versions a trajectory may fall behind (async)."""
-    injection: Injected = "group_replenishment"
-    injection_rate: Annotated[float, Field(gt=0)] = 8.0
-    """Trajectories a second under `fixed_rate`."""
     train_s: NonNegative = 60.0
     """What the trainer takes for a step; in `async` the rollout goes on meanwhile."""
     prewarmed: int = Field(default=64, ge=0)

@@ -62,7 +62,7 @@ class ControlRouter:
                 self._config,
                 Path(self._settings.run_dir) / LOGS,
                 [RunRecorder(self._settings.run_dir)],
-                build_injection(self._config),
+                build_injection(self._config.rollout),
             )
         )
 
