@@ -164,23 +164,29 @@ async def disaggregated(
     return tokens((await both(prefill, decode, request(ids, budget, prefill)))[1])
 
 
-async def embedded(model: Path, log_dir: Path, asked: Sequence[tuple[tuple[int, ...], int]]) -> list[tuple[int, ...]]:
-    """What the embedded engine, other code altogether, generates for these prompts and budgets."""
+@asynccontextmanager
+async def reference(model: Path, log_dir: Path) -> AsyncIterator[SGLangEngine]:
+    """The embedded engine, other code altogether, with a checkpoint."""
     launcher = EmbeddedLauncher(
         str(model),
-        kv_tokens=16384,
+        kv_tokens=65536,
         block_tokens=16,
         prefill_chunk=512,
-        max_running=16,
+        max_running=32,
         max_waiting=64,
         kv_store_tokens=0,
         log_dir=log_dir,
     )
     try:
-        engine = await launcher.start("reference", Role.MIXED)
-        return [tokens(await leg(engine, request(ids, budget, None))) for ids, budget in asked]
+        yield await launcher.start("reference", Role.MIXED)
     finally:
         await launcher.close()
+
+
+async def embedded(model: Path, log_dir: Path, ids: tuple[int, ...], budget: int) -> tuple[int, ...]:
+    """What the embedded engine generates."""
+    async with reference(model, log_dir) as engine:
+        return tokens(await leg(engine, request(ids, budget, None)))
 
 
 class Keep:
@@ -209,7 +215,7 @@ async def controlled(
         await control.stop()
 
 
-SESSIONS, TURNS, BUDGET, TOOL_TOKENS = 16, 4, 48, 24
+SESSIONS, TURNS, BUDGET, TOOL_TOKENS = 16, 5, 96, 24
 
 
 def session_prompt(number: int) -> tuple[int, ...]:
@@ -241,16 +247,17 @@ async def session(control: ControlPlane, number: int, turns: int = TURNS) -> lis
 
 async def undisturbed(model: Path, log_dir: Path, sessions: int, turns: int = TURNS) -> list[list[tuple[int, ...]]]:
     """The outputs of the sessions by the embedded engine alone, each turn's context from the turns before it."""
-    outputs: list[list[tuple[int, ...]]] = [[] for _ in range(sessions)]
-    contexts = [session_prompt(number) for number in range(sessions)]
-    for turn in range(turns):
-        if turn:
-            contexts = [context + tool_output(number, turn) for number, context in enumerate(contexts)]
-        generated = await embedded(model, log_dir, [(context, BUDGET) for context in contexts])
-        for number, output in enumerate(generated):
-            outputs[number].append(output)
-            contexts[number] += output
-    return outputs
+
+    async def one(engine: SGLangEngine, number: int) -> list[tuple[int, ...]]:
+        context, outputs = session_prompt(number), []
+        for turn in range(turns):
+            context += tool_output(number, turn) if turn else ()
+            outputs.append(tokens(await leg(engine, request(context, BUDGET, None))))
+            context += outputs[-1]
+        return outputs
+
+    async with reference(model, log_dir) as engine:
+        return list(await asyncio.gather(*(one(engine, number) for number in range(sessions))))
 
 
 def processes_of(pid: int) -> list[int]:

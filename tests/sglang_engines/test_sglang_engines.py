@@ -34,7 +34,7 @@ pytestmark = LANE
 def test_a_turn_over_two_engines_has_the_right_tokens(served: Served, tmp_path: Path) -> None:
     async def main() -> None:
         ids, budget = prompt(90), 60
-        [expected] = await embedded(MODEL, tmp_path, [(ids, budget)])
+        expected = await embedded(MODEL, tmp_path, ids, budget)
         async with served.engines(P, D, D) as (first, second, third):
             for decode in (second, third):
                 prefilled, decoded = await both(first, decode, request(ids, budget, first))
@@ -51,7 +51,7 @@ def test_a_turn_over_two_engines_has_the_right_tokens(served: Served, tmp_path: 
 def test_an_aborted_turn_goes_on_elsewhere_with_the_same_tokens(served: Served, tmp_path: Path) -> None:
     async def main() -> None:
         ids, budget = prompt(50, 1), 400
-        [expected] = await embedded(MODEL, tmp_path, [(ids, budget)])
+        expected = await embedded(MODEL, tmp_path, ids, budget)
         async with served.engines(P, D, D) as (first, second, third):
             asked = request(ids, budget, first)
             legs = [asyncio.create_task(leg(engine, asked)) for engine in (first, second)]
@@ -117,7 +117,7 @@ def test_every_engine_takes_every_role(served: Served, tmp_path: Path) -> None:
 
     async def main() -> None:
         ids, budget = prompt(70, 4), 24
-        [expected] = await embedded(MODEL, tmp_path, [(ids, budget)])
+        expected = await embedded(MODEL, tmp_path, ids, budget)
         async with served.engines(P, D, D) as engines:
             for _ in range(2):
                 for prefill in engines:
@@ -153,8 +153,8 @@ def test_a_busy_engine_does_not_flip_and_a_needless_flip_is_an_error(served: Ser
 def test_new_weights_from_disk_take_effect_at_once(served: Served, tmp_path: Path) -> None:
     async def main() -> None:
         ids, budget, other = prompt(80, 6), 40, other_weights(tmp_path / "other")
-        [before] = await embedded(MODEL, tmp_path, [(ids, budget)])
-        [after] = await embedded(other, tmp_path, [(ids, budget)])
+        before = await embedded(MODEL, tmp_path, ids, budget)
+        after = await embedded(other, tmp_path, ids, budget)
         assert before != after
         async with served.engines(P, D, D) as engines:
             first, second, _ = engines
@@ -181,7 +181,7 @@ def test_new_weights_from_disk_take_effect_at_once(served: Served, tmp_path: Pat
 def test_a_checkpoint_that_is_none_is_refused_and_the_engine_serves_on(served: Served, tmp_path: Path) -> None:
     async def main() -> None:
         ids, budget = prompt(80, 7), 20
-        [expected] = await embedded(MODEL, tmp_path, [(ids, budget)])
+        expected = await embedded(MODEL, tmp_path, ids, budget)
         async with served.engines(P, D, D) as (first, second, _):
             version = (await second.info()).weights_version
             with pytest.raises(EngineError, match="no-such"):
