@@ -126,7 +126,7 @@ def moved(
     where = f"Verified by runs of {setting_of(model)}"
     if distance(base, target) == 0:
         return (
-            f"{where}: there it is {form(base)}, within the paper's range, so it is the other settings that fall out."
+            f"{where}: there it is {form(base)}, which would agree; it is the other settings that fall out."
         )
     if distance(base, target) - distance(values[name], target) < NOTICEABLE:
         return (
