@@ -58,6 +58,7 @@ class RunOutcome:
     tokens: list[Volume]
     """In bins of `BIN_S` seconds from 0 on: prompts when their prefill was done, resends included, output when decoded."""
     forecasts: list[ForecastWindow]
+    """Of the policy `adaptive`; the others have none."""
     roles: list[RoleCount]
     """After each change."""
     flips: list[FlipRecord]

@@ -165,10 +165,9 @@ async def _run(setting: _Setting, progress: Progress | None, record_to: Path | N
     )
     theta = profiled_speed(setting.prefill, setting.workload, setting.scenario.seed)
     injection = build_injection(setting.rollout)
-    forecaster = _Scored(
-        LifecycleForecaster(injection, theta, decode_returns=setting.policy.decode_returns),
-        {"persistence": Persistence(), "kalman": Kalman()},
-    )
+    scored = _Scored(LifecycleForecaster(injection, theta, decode_returns=setting.policy.decode_returns))
+    # The other policies do not look at the forecast, so the cheapest one is good enough for them.
+    forecaster: Forecaster = scored if setting.policy.name == "adaptive" else Persistence()
     watch = _Watch()
     with ExitStack() as stack:
         recorder = None if record_to is None else stack.enter_context(RunRecorder(record_to))
@@ -207,7 +206,7 @@ async def _run(setting: _Setting, progress: Progress | None, record_to: Path | N
             async with control.switcher.lock:
                 await control.stop()
         cluster.check()
-    return watch.outcome(setting, steps, forecaster, cluster.statistics)
+    return watch.outcome(setting, steps, scored.windows, cluster.statistics)
 
 
 async def _steps(
@@ -300,9 +299,9 @@ def profiled_speed(profile: Profile, workload: Workload, seed: int) -> float:
 class _Scored:
     """A forecaster with baselines beside it that see the same snapshots. Only the first one's answer counts."""
 
-    def __init__(self, inner: Forecaster, baselines: dict[str, Forecaster]) -> None:
+    def __init__(self, inner: Forecaster) -> None:
         self._inner = inner
-        self._baselines = baselines
+        self._baselines: dict[str, Forecaster] = {"persistence": Persistence(), "kalman": Kalman()}
         self._meter = WindowMeter()
         self._others: list[dict[str, Forecast]] = []
         self.windows: list[ForecastWindow] = []
@@ -387,7 +386,7 @@ class _Watch(Observer):
         self,
         setting: _Setting,
         steps: list[StepOutcome],
-        forecaster: _Scored,
+        forecasts: list[ForecastWindow],
         statistics: Statistics,
     ) -> RunOutcome:
         return RunOutcome(
@@ -396,7 +395,7 @@ class _Watch(Observer):
             trajectory_s=self._trajectory_s,
             statistics=statistics,
             tokens=_volumes(statistics),
-            forecasts=forecaster.windows,
+            forecasts=forecasts,
             roles=self._roles,
             flips=self._flips,
             turns=self._turns,

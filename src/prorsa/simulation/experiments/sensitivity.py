@@ -48,7 +48,6 @@ VARIATIONS = (
     _fixed("balanced experts", "hardware.expert_imbalance=0.0"),
     _fixed("power-law experts", "hardware.expert_imbalance=1.0"),
     _chunk(0.25),
-    _chunk(4),
     _fixed("no KV store", "hardware.kv_store=false"),
     _fixed("flip in 0.4 s", "hardware.flip_s=0.4"),
     _fixed("flip in 5 s", "hardware.flip_s=5.0"),
@@ -125,9 +124,7 @@ def moved(
     name = min(values, key=lambda one: distance(values[one], target))
     where = f"Verified by runs of {setting_of(model)}"
     if distance(base, target) == 0:
-        return (
-            f"{where}: there it is {form(base)}, which would agree; it is the other settings that fall out."
-        )
+        return f"{where}: there it is {form(base)}, which would agree; it is the other settings that fall out."
     if distance(base, target) - distance(values[name], target) < NOTICEABLE:
         return (
             f"{where}: none of the assumptions under Sensitivity, varied alone, moves it from {form(base)} towards "

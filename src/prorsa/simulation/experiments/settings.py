@@ -84,8 +84,8 @@ FULL = Budget(
     long_steps=7,
     load=1.0,
     long_load=0.5,
-    cadences=(4, 16, 64),
-    splits=tuple(f"{prefill}:{8 - prefill}" for prefill in range(2, 7)),
+    cadences=(4, 16),
+    splits=tuple(f"{prefill}:{8 - prefill}" for prefill in range(2, 6)),
 )
 QUICK = Budget(
     sync_steps=MappingProxyType({"math": 1, "coding-agent": 1, "general-agent": 1}),
