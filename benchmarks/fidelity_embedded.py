@@ -36,13 +36,13 @@ from prorsa.rollout.controller import Controller, Plan
 from prorsa.rollout.sampler import Sampler
 from prorsa.rollout.sandboxes.pool import SandboxPool
 from prorsa.simulation import clock
-from prorsa.simulation.cluster import SimulatedCluster, SimulatedEngine
-from prorsa.simulation.core import Core
-from prorsa.simulation.environment import questions, simulated_environment
+from prorsa.simulation.engines.cluster import SimulatedCluster, SimulatedEngine
+from prorsa.simulation.engines.core import Core
 from prorsa.simulation.measure import Facts, Limits, kv_bytes_of, measure, write_profile
-from prorsa.simulation.model import PseudoModel
 from prorsa.simulation.profile import Profile
-from prorsa.simulation.replay import read_workload
+from prorsa.simulation.workloads.environment import questions, simulated_environment
+from prorsa.simulation.workloads.pseudo_model import PseudoModel
+from prorsa.simulation.workloads.replay import read_workload
 
 CONFIG = Path(__file__).parents[1] / "examples" / "demo.yaml"
 CONFIGS = {

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from prorsa.simulation.costs import StepCosts
+from prorsa.simulation.engines.costs import StepCosts
 from prorsa.simulation.profile import Profile, load_profile
 
 GPUS_PER_SERVER = 8

@@ -44,18 +44,18 @@ from prorsa.lifecycle.events import Done, RewardStarted, Sampled
 from prorsa.rollout.controller import Controller, Plan
 from prorsa.rollout.sampler import Sampler
 from prorsa.simulation import clock, scenario
-from prorsa.simulation.cluster import SimulatedCluster, SimulatedEngine
-from prorsa.simulation.core import Core, StepTimes
-from prorsa.simulation.costs import StepCosts
-from prorsa.simulation.environment import questions, simulated_environment
-from prorsa.simulation.model import STOP, PseudoModel
+from prorsa.simulation.engines.cluster import SimulatedCluster, SimulatedEngine
+from prorsa.simulation.engines.core import Core, StepTimes
+from prorsa.simulation.engines.costs import StepCosts
+from prorsa.simulation.engines.ranks import Job
+from prorsa.simulation.engines.statistics import Ledger, Statistics
 from prorsa.simulation.profile import load_profile
-from prorsa.simulation.ranks import Job
 from prorsa.simulation.run import run_scenario
-from prorsa.simulation.scripts import Script, TurnScript, Workload
-from prorsa.simulation.statistics import Ledger, Statistics
-from prorsa.simulation.tokens import Span
-from prorsa.simulation.workloads import RequestsWorkload
+from prorsa.simulation.workloads.environment import questions, simulated_environment
+from prorsa.simulation.workloads.models import RequestsWorkload
+from prorsa.simulation.workloads.pseudo_model import STOP, PseudoModel
+from prorsa.simulation.workloads.scripts import Script, TurnScript, Workload
+from prorsa.simulation.workloads.tokens import Span
 
 REQUESTS, PROMPT, OUTPUT, RATE = 20_000, 2048, 256, 8.0
 """The last three: tokens, tokens, requests a second."""

@@ -37,7 +37,7 @@ from aiconfigurator.sdk.moe_comm_resolver import resolve_model_config_moe_comm
 from aiconfigurator_core.sdk import engine
 from aiconfigurator_core.sdk.models import get_model
 
-from prorsa.simulation.costs import COLUMNS
+from prorsa.simulation.engines.costs import COLUMNS
 from prorsa.simulation.profile import SHIPPED
 
 GPU = "h200_sxm"

@@ -9,12 +9,12 @@ from itertools import count
 from typing import Any, cast
 
 from prorsa.engines.protocol import FinishReason, Role
-from prorsa.simulation.core import NEVER, Core, StepTimes
-from prorsa.simulation.costs import StepCosts
+from prorsa.simulation.engines.core import NEVER, Core, StepTimes
+from prorsa.simulation.engines.costs import StepCosts
+from prorsa.simulation.engines.ranks import Job
+from prorsa.simulation.engines.statistics import Ledger, Statistics
+from prorsa.simulation.engines.transfer import Handover, KvStore
 from prorsa.simulation.profile import Profile
-from prorsa.simulation.ranks import Job
-from prorsa.simulation.statistics import Ledger, Statistics
-from prorsa.simulation.transfer import Handover, KvStore
 
 
 def a_profile(**changes: Any) -> Profile:

@@ -15,9 +15,9 @@ from prorsa.rollout.controller import Controller, Plan
 from prorsa.rollout.records import TrajectoryRecord
 from prorsa.rollout.sampler import Sampler
 from prorsa.simulation import clock
-from prorsa.simulation.environment import questions, simulated_environment
-from prorsa.simulation.model import PseudoModel
-from prorsa.simulation.scripts import Script, Workload
+from prorsa.simulation.workloads.environment import questions, simulated_environment
+from prorsa.simulation.workloads.pseudo_model import PseudoModel
+from prorsa.simulation.workloads.scripts import Script, Workload
 
 MAX_CONTEXT = 1 << 20
 E = TypeVar("E", bound=e.Event)

@@ -19,10 +19,10 @@ from prorsa.cluster.turns import TurnRequest, TurnResult
 from prorsa.engines.protocol import FinishReason, GenerateRequest, Role, SamplingParams
 from prorsa.forecast import LifecycleForecaster
 from prorsa.lifecycle.events import Done, RewardStarted, Sampled, ToolStarted
-from prorsa.simulation.cluster import SimulatedCluster, SimulatedEngine
-from prorsa.simulation.model import STOP, PseudoModel
+from prorsa.simulation.engines.cluster import SimulatedCluster, SimulatedEngine
 from prorsa.simulation.profile import Profile
-from prorsa.simulation.scripts import Script, TurnScript
+from prorsa.simulation.workloads.pseudo_model import STOP, PseudoModel
+from prorsa.simulation.workloads.scripts import Script, TurnScript
 
 ROLES = {"P": Role.PREFILL, "D": Role.DECODE, "M": Role.MIXED}
 GRID = """phase,tokens,context,attn_ms,dense_ms,moe_ms,moe_skewed_ms,comm_ms

@@ -26,9 +26,9 @@ from prorsa.engines.protocol import (
     SamplingParams,
 )
 from prorsa.simulation.clock import run
-from prorsa.simulation.cluster import ConservationError, SimulatedCluster, SimulatedEngine
-from prorsa.simulation.model import STOP, PseudoModel
+from prorsa.simulation.engines.cluster import ConservationError, SimulatedCluster, SimulatedEngine
 from prorsa.simulation.profile import Profile
+from prorsa.simulation.workloads.pseudo_model import STOP, PseudoModel
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from naive_engine import Ask, NaiveEngine
 
 from prorsa.engines.protocol import FinishReason, Role
-from prorsa.simulation.statistics import ConservationError, Histogram, Ledger, Statistics
+from prorsa.simulation.engines.statistics import ConservationError, Histogram, Ledger, Statistics
 
 # A prefill step of a full chunk takes 1.0 + 0.5 s, a decode step 0.125 s a request + 0.5 s.
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prorsa.config import ConfigError
-from prorsa.simulation.costs import COLUMNS, StepCosts
+from prorsa.simulation.engines.costs import COLUMNS, StepCosts
 from prorsa.simulation.profile import Profile, load_profile, shipped_profiles
 
 FIELDS: dict[str, Any] = {

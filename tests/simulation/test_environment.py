@@ -12,11 +12,11 @@ from prorsa.lifecycle import events as e
 from prorsa.rollout.sampler import derive_seed
 from prorsa.rollout.verify import recorded_turns
 from prorsa.simulation import clock
-from prorsa.simulation.environment import questions, simulated_environment
-from prorsa.simulation.model import PseudoModel
 from prorsa.simulation.scenario import WorkloadSection
-from prorsa.simulation.scripts import Script, TurnScript
-from prorsa.simulation.workloads import build_workload
+from prorsa.simulation.workloads.environment import questions, simulated_environment
+from prorsa.simulation.workloads.models import build_workload
+from prorsa.simulation.workloads.pseudo_model import PseudoModel
+from prorsa.simulation.workloads.scripts import Script, TurnScript
 
 SCRIPT = Script(
     prompt_tokens=100,

@@ -13,6 +13,7 @@ from prorsa.cli import main
 from prorsa.config import ConfigError
 from prorsa.forecast import Forecast, Measured
 from prorsa.report.volumes import Volume
+from prorsa.simulation.engines.statistics import Statistics
 from prorsa.simulation.experiments import paper
 from prorsa.simulation.experiments.figures import FIGURES
 from prorsa.simulation.experiments.figures.characterisation import progression
@@ -44,7 +45,6 @@ from prorsa.simulation.experiments.verdicts import (
     within_gains,
 )
 from prorsa.simulation.outcome import FlipRecord, ForecastWindow, RunOutcome, StepOutcome
-from prorsa.simulation.statistics import Statistics
 
 SETTING = Setting("deepseek-v3.2", "general-agent", "8")
 

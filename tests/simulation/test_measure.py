@@ -31,7 +31,7 @@ from prorsa.engines.protocol import (
 )
 from prorsa.engines.sglang import SGLangEngine
 from prorsa.simulation import clock
-from prorsa.simulation.costs import StepCosts
+from prorsa.simulation.engines.costs import StepCosts
 from prorsa.simulation.measure import Facts, Limits, Measured, kv_bytes_of, measure, write_profile
 from prorsa.simulation.profile import load_profile
 

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from prorsa.cli import main
 from prorsa.config import ConfigError
+from prorsa.simulation.engines.statistics import Statistics
 from prorsa.simulation.experiments.grid import Grid, Job
 from prorsa.simulation.experiments.plan import (
     Advice,
@@ -31,7 +32,6 @@ from prorsa.simulation.experiments.plan import (
 from prorsa.simulation.experiments.terminal import advice_view
 from prorsa.simulation.outcome import RunOutcome, StepOutcome
 from prorsa.simulation.scenario import PolicySection, WorkloadSection
-from prorsa.simulation.statistics import Statistics
 
 MIMO = "mimo-v2.5-pro-h200-ep16"
 WIDE = "mimo-v2.5-pro-h200-ep32-decode"

@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from prorsa.config import ConfigError
-from prorsa.simulation.costs import StepCosts
+from prorsa.simulation.engines.costs import StepCosts
 from prorsa.simulation.profile import load_profile, shipped_profiles
 
 NAMES = shipped_profiles()

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from pseudo_control import Scripts
 
 from prorsa.engines.protocol import GenerateRequest, SamplingParams
-from prorsa.simulation.model import BASE, STOP, PseudoModel, Stream, TurnName, context_hash
-from prorsa.simulation.scripts import Script, TurnScript
-from prorsa.simulation.tokens import Span
+from prorsa.simulation.workloads.pseudo_model import BASE, STOP, PseudoModel, Stream, TurnName, context_hash
+from prorsa.simulation.workloads.scripts import Script, TurnScript
+from prorsa.simulation.workloads.tokens import Span
 
 # Turn 0 begins with a context of 5 tokens and has 4, turn 1 begins with 5 + 4 + 3 = 12 and has 6.
 WORKLOAD = Scripts(Script(5, (TurnScript(4, "shell", 1.0, 3), TurnScript(6))))

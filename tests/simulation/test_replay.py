@@ -15,7 +15,9 @@ from prorsa.config import ConfigError
 from prorsa.lifecycle import SandboxMode, TraceWriter, Tracker, read_trace
 from prorsa.lifecycle import events as e
 from prorsa.rollout.sampler import derive_seed
-from prorsa.simulation.replay import (
+from prorsa.simulation.scenario import WorkloadSection
+from prorsa.simulation.workloads.models import build_workload
+from prorsa.simulation.workloads.replay import (
     PREFILL_TOKENS_PER_S,
     REWARD_S,
     TOKEN_S,
@@ -25,9 +27,7 @@ from prorsa.simulation.replay import (
     convert_file,
     read_workload,
 )
-from prorsa.simulation.scenario import WorkloadSection
-from prorsa.simulation.scripts import Script, TurnScript, Workload
-from prorsa.simulation.workloads import build_workload
+from prorsa.simulation.workloads.scripts import Script, TurnScript, Workload
 
 SEED = 4
 REAL = Path(__file__).parents[3] / "shared" / "data" / "traces"

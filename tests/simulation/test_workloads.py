@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from prorsa.config import ConfigError
 from prorsa.simulation.scenario import WorkloadSection
-from prorsa.simulation.scripts import Script, TurnScript, Workload
-from prorsa.simulation.workloads import COLD, build_workload
+from prorsa.simulation.workloads.models import COLD, build_workload
+from prorsa.simulation.workloads.scripts import Script, TurnScript, Workload
 
 MODELS = ("math", "coding-agent", "general-agent")
 QUESTIONS = 2000

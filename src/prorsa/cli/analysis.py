@@ -6,7 +6,7 @@ import argparse
 
 from prorsa.cli.common import Subparsers, console
 from prorsa.report.analysis import analyse, write_json, write_page
-from prorsa.simulation.replay import convert_file
+from prorsa.simulation.workloads.replay import convert_file
 
 
 def add(subparsers: Subparsers) -> None:

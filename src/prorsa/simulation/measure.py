@@ -35,7 +35,7 @@ from prorsa.engines.protocol import (
     Role,
     SamplingParams,
 )
-from prorsa.simulation.costs import COLUMNS
+from prorsa.simulation.engines.costs import COLUMNS
 from prorsa.simulation.profile import Profile
 
 DECODED = 64

@@ -12,7 +12,7 @@ import numpy as np
 from prorsa.forecast import Forecast, Measured, wape
 from prorsa.report.comparison import RoleCount
 from prorsa.report.volumes import Volume
-from prorsa.simulation.cluster import Statistics
+from prorsa.simulation.engines.cluster import Statistics
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,10 +32,9 @@ from prorsa.report.volumes import Volume
 from prorsa.rollout.controller import Controller, Plan
 from prorsa.rollout.sampler import Group, Sampler
 from prorsa.simulation import clock
-from prorsa.simulation.cluster import SimulatedCluster
-from prorsa.simulation.costs import StepCosts
-from prorsa.simulation.environment import questions, simulated_environment
-from prorsa.simulation.model import PseudoModel
+from prorsa.simulation.engines.cluster import SimulatedCluster
+from prorsa.simulation.engines.costs import StepCosts
+from prorsa.simulation.engines.statistics import BIN_S, Statistics
 from prorsa.simulation.outcome import (
     FlipRecord,
     ForecastWindow,
@@ -44,9 +43,10 @@ from prorsa.simulation.outcome import (
 )
 from prorsa.simulation.profile import Profile
 from prorsa.simulation.scenario import PolicySection, RolloutSection, Scenario
-from prorsa.simulation.scripts import Workload
-from prorsa.simulation.statistics import BIN_S, Statistics
-from prorsa.simulation.workloads import build_workload
+from prorsa.simulation.workloads.environment import questions, simulated_environment
+from prorsa.simulation.workloads.models import build_workload
+from prorsa.simulation.workloads.pseudo_model import PseudoModel
+from prorsa.simulation.workloads.scripts import Workload
 
 QUESTIONS = 4096
 """Questions of a workload model that has as many as one likes; rollouts go through them in order."""

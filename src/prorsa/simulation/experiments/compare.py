@@ -10,12 +10,12 @@ from prorsa.config import ConfigError
 from prorsa.report.comparison import Comparison, PolicyOutcome
 from prorsa.report.measures import Window
 from prorsa.report.volumes import distribution
+from prorsa.simulation.engines.statistics import BIN_S
 from prorsa.simulation.experiments.grid import ExperimentFailed, Job, Progress, explained
 from prorsa.simulation.experiments.reproduce import pool
 from prorsa.simulation.outcome import RunOutcome
 from prorsa.simulation.run import run_scenario
 from prorsa.simulation.scenario import Scenario
-from prorsa.simulation.statistics import BIN_S
 
 
 def compare(

@@ -18,7 +18,7 @@ from prorsa.config import ConfigError, validated
 from prorsa.simulation.experiments.grid import Grid, Job
 from prorsa.simulation.profile import Profile, load_profile, shipped_profiles
 from prorsa.simulation.scenario import PolicySection, RolloutSection, Scenario, WorkloadSection
-from prorsa.simulation.workloads import build_workload
+from prorsa.simulation.workloads.models import build_workload
 
 CADENCES = (0, 4, 16, 64)
 SPLITS = 8

@@ -8,6 +8,7 @@ from statistics import median
 
 from prorsa.report.svg import Series, line_chart
 from prorsa.report.volumes import Volume
+from prorsa.simulation.engines.statistics import BIN_S
 from prorsa.simulation.experiments import paper
 from prorsa.simulation.experiments.figures.common import COLOURS, MIMO, judged, long_run, percent
 from prorsa.simulation.experiments.grid import Job
@@ -16,7 +17,6 @@ from prorsa.simulation.experiments.paper import Range
 from prorsa.simulation.experiments.settings import ADAPTIVE, COLOCATED, Lab, Setting, spoken
 from prorsa.simulation.experiments.verdicts import Finding, near, span, within
 from prorsa.simulation.outcome import RunOutcome
-from prorsa.simulation.statistics import BIN_S
 
 
 @dataclass(frozen=True, slots=True)

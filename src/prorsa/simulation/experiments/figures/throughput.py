@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prorsa.simulation.costs import StepCosts
+from prorsa.simulation.engines.costs import StepCosts
 from prorsa.simulation.experiments import paper
 from prorsa.simulation.experiments.figures.common import MIMO, QWEN, judged
 from prorsa.simulation.experiments.page import Section

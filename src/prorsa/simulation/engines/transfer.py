@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prorsa.simulation.ranks import Job
+from prorsa.simulation.engines.ranks import Job
 
 if TYPE_CHECKING:
-    from prorsa.simulation.core import Core
+    from prorsa.simulation.engines.core import Core
 
 
 class KvStore:

@@ -23,11 +23,11 @@ from heapq import heappop, heappush
 from itertools import count
 
 from prorsa.engines.protocol import FinishReason, Role
-from prorsa.simulation.costs import StepCosts
+from prorsa.simulation.engines.costs import StepCosts
+from prorsa.simulation.engines.ranks import Job, Rank, Stage
+from prorsa.simulation.engines.statistics import ConservationError, Ledger, Statistics
+from prorsa.simulation.engines.transfer import KvStore
 from prorsa.simulation.profile import Profile
-from prorsa.simulation.ranks import Job, Rank, Stage
-from prorsa.simulation.statistics import ConservationError, Ledger, Statistics
-from prorsa.simulation.transfer import KvStore
 
 WINDOW = 1024
 """Contexts between which the cost of a decode step is linear, unless the grid's points are closer."""

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from prorsa.engines.protocol import GenerateRequest, Tokens
-from prorsa.simulation.scripts import Script, TurnScript, Workload
+from prorsa.simulation.workloads.scripts import Script, TurnScript, Workload
 
 STOP = 0
 """The token that ends a turn."""

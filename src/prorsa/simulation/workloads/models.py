@@ -27,9 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prorsa.config import ConfigError
-from prorsa.simulation.replay import read_workload
 from prorsa.simulation.scenario import WorkloadSection
-from prorsa.simulation.scripts import Script, TurnScript, Workload
+from prorsa.simulation.workloads.replay import read_workload
+from prorsa.simulation.workloads.scripts import Script, TurnScript, Workload
 
 Floats = NDArray[np.float64]
 

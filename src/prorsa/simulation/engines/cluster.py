@@ -23,19 +23,19 @@ from prorsa.engines.protocol import (
     Load,
     Role,
 )
-from prorsa.simulation.core import NEVER, Core, StepTimes
-from prorsa.simulation.costs import StepCosts
-from prorsa.simulation.model import Stream
+from prorsa.simulation.engines.core import NEVER, Core, StepTimes
+from prorsa.simulation.engines.costs import StepCosts
+from prorsa.simulation.engines.ranks import Job
+from prorsa.simulation.engines.statistics import ConservationError, Ledger, Statistics
+from prorsa.simulation.engines.transfer import Handover, KvStore
 from prorsa.simulation.profile import Profile
-from prorsa.simulation.ranks import Job
-from prorsa.simulation.statistics import ConservationError, Ledger, Statistics
-from prorsa.simulation.transfer import Handover, KvStore
+from prorsa.simulation.workloads.pseudo_model import Stream
 
 __all__ = ["ConservationError", "SimulatedCluster", "SimulatedEngine", "Statistics"]
 
 
 class Model(Protocol):
-    """What the engines ask of `prorsa.simulation.model.PseudoModel`."""
+    """What the engines ask of `prorsa.simulation.workloads.pseudo_model.PseudoModel`."""
 
     def stream(self, request: GenerateRequest) -> Stream: ...
 

@@ -8,10 +8,10 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from prorsa.engines.protocol import FinishReason
-from prorsa.simulation.statistics import ConservationError
+from prorsa.simulation.engines.statistics import ConservationError
 
 if TYPE_CHECKING:
-    from prorsa.simulation.transfer import Handover
+    from prorsa.simulation.engines.transfer import Handover
 
 WATERMARK = 0.01
 """Share of a rank's pool that must stay free when a request joins others, so that it is not retracted at once."""

@@ -23,9 +23,9 @@ from prorsa.rollout.episode import Bounds, Environment
 from prorsa.rollout.records import Transcript
 from prorsa.rollout.sandboxes.base import Sandbox
 from prorsa.rollout.tasks.base import Message, Question, Split, ToolCall
-from prorsa.simulation.model import STOP, WORD, PseudoModel, TurnName, mixed
-from prorsa.simulation.scripts import Script, Workload
-from prorsa.simulation.tokens import Span
+from prorsa.simulation.workloads.pseudo_model import STOP, WORD, PseudoModel, TurnName, mixed
+from prorsa.simulation.workloads.scripts import Script, Workload
+from prorsa.simulation.workloads.tokens import Span
 
 NODE_CLASS = "simulated"
 

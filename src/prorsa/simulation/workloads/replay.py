@@ -28,7 +28,7 @@ from prorsa.lifecycle import TRANSITIONS, State, TraceError, TraceWriter, read_t
 from prorsa.lifecycle import events as e
 from prorsa.report.rundir import TRACE
 from prorsa.rollout.sampler import derive_seed
-from prorsa.simulation.scripts import Script, TurnScript
+from prorsa.simulation.workloads.scripts import Script, TurnScript
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Simulated engine instances, from their ranks to the engine protocol."""

@@ -1,0 +1,1 @@
+"""What simulated trajectories do: their scripts, where those come from, and the environment that plays them."""
