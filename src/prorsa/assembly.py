@@ -14,7 +14,7 @@ from prorsa.allocation import Adaptive, Colocated, Policy, PrefillSpeed, Static
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.observers import Observer
 from prorsa.cluster.router import Limits
-from prorsa.cluster.switcher import Restarter
+from prorsa.cluster.switcher import Restarter, SwitchLimits
 from prorsa.config import Batches, Config, ConfigError
 from prorsa.engines.launcher import EmbeddedLauncher
 from prorsa.engines.protocol import Engine, Role, SamplingParams
@@ -32,6 +32,8 @@ from prorsa.rollout.tasks.base import Task
 from prorsa.rollout.tokenizer import ChatTokenizer
 from prorsa.rollout.tools.python import PythonTool
 
+CANARY_SECONDS = 30.0
+"""An SGLang engine that has flipped serves a request within so many seconds, or is restarted."""
 TASKS: dict[str, type[Task]] = {"arithmetic": ArithmeticTask}
 
 
@@ -89,7 +91,13 @@ def _sglang_launcher(config: Config, log_dir: Path) -> SGLangLauncher:
         tensor_parallel=cluster.gpus_per_prefill,
         extra=tuple(sglang.flags),
     )
-    return SGLangLauncher(sglang.python, flags, start_seconds=sglang.start_timeout, log_dir=log_dir)
+    return SGLangLauncher(
+        sglang.python,
+        flags,
+        start_seconds=sglang.start_timeout,
+        log_dir=log_dir,
+        kv_store_dir=Path(sglang.kv_store_dir) if sglang.kv_store_dir else None,
+    )
 
 
 def checkpoint(config: Config) -> str:
@@ -150,6 +158,7 @@ def build_control(
         restarter=restarter,
         observers=observers,
         limits=Limits(decode_slots=config.cluster.max_running, decode_headroom=config.sampling.max_new_tokens),
+        switch_limits=SwitchLimits(canary_timeout=CANARY_SECONDS if config.cluster.engine == "sglang" else None),
     )
 
 

@@ -78,6 +78,10 @@ class SGLang(Section):
     """Further command-line flags of every engine, after ours."""
     start_timeout: Seconds = 1200.0
     """Longest time from an engine's start until it serves."""
+    kv_store_dir: str | None = None
+    """Directory for the files in which the engines share their KV (SGLang's hierarchical cache); they go when the run ends.
+    Without it a resent request is computed anew, as far as its new engine has no prefix of it. `cluster.kv_store_tokens` is
+    for embedded engines."""
 
 
 class Policy(Section):

@@ -139,7 +139,12 @@ class Bench:
     """A control plane over fake engines e0, e1, ...; use it as a context: leaving it stops it and checks what is left."""
 
     def __init__(
-        self, roles: str = "PPDD", policy: Policy | None = None, forecaster: Forecaster | None = None, **engine: Any
+        self,
+        roles: str = "PPDD",
+        policy: Policy | None = None,
+        forecaster: Forecaster | None = None,
+        canary_timeout: float | None = None,
+        **engine: Any,
     ) -> None:
         self.world = World()
         self.engines = {
@@ -159,7 +164,7 @@ class Bench:
             restarter=self.restarter,
             observers=[self.notes],
             limits=Limits(cancel_timeout=1.0, stall_timeout=20.0),
-            switch_limits=SwitchLimits(idle_timeout=3.0, flip_timeout=5.0),
+            switch_limits=SwitchLimits(idle_timeout=3.0, flip_timeout=5.0, canary_timeout=canary_timeout),
             health_limits=HealthLimits(interval=1.0, timeout=2.0),
         )
 

@@ -60,8 +60,12 @@ def flags(model: Path = MODEL, **changes: Any) -> EngineFlags:
 
 
 @asynccontextmanager
-async def launching(log_dir: Path, of: EngineFlags | None = None) -> AsyncIterator[SGLangLauncher]:
-    launcher = SGLangLauncher(str(PYTHON), of or flags(), start_seconds=START_SECONDS, log_dir=log_dir)
+async def launching(
+    log_dir: Path, of: EngineFlags | None = None, kv_store_dir: Path | None = None
+) -> AsyncIterator[SGLangLauncher]:
+    launcher = SGLangLauncher(
+        str(PYTHON), of or flags(), start_seconds=START_SECONDS, log_dir=log_dir, kv_store_dir=kv_store_dir
+    )
     try:
         async with asyncio.timeout(START_SECONDS + TEST_SECONDS):
             yield launcher
@@ -219,7 +223,7 @@ SESSIONS, TURNS, BUDGET, TOOL_TOKENS = 16, 5, 96, 24
 
 
 def session_prompt(number: int) -> tuple[int, ...]:
-    return prompt(40 + 7 * number, seed=number)
+    return prompt(40 + 7 * (number % SESSIONS), seed=number)
 
 
 def tool_output(number: int, turn: int) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ async def nothing_left(control: ControlPlane, engines: Sequence[SGLangEngine]) -
     assert control.router.live == control.router.waiting == 0
     async with asyncio.timeout(20.0):
         for engine in engines:
-            while not (await engine.load()).idle or (await engine.load()).used_tokens:
+            while not (await engine.load()).idle or (await engine.load()).used_tokens:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 
 

@@ -50,7 +50,7 @@ class Flip:
     drain_s: float
     """From leaving the pool until the engine was idle (or until the flip failed before)."""
     flip_s: float
-    """From then until the engine had confirmed its role (or until the flip failed)."""
+    """From then until the engine had confirmed its role and served a canary, if any (or until the flip failed)."""
     failure: str | None
     """None: the instance serves in its new role. Else why it was taken out for a restart."""
 

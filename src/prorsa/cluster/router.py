@@ -90,7 +90,8 @@ class Router:
         self._affinity = Affinity()
         self._ready: deque[Turn] = deque()
         self._live: dict[str, Attempt] = {}
-        self._rooms = itertools.count(1)
+        self.rooms = itertools.count(1)
+        """Each attempt takes the next one."""
         self._paused = False
         self._closed = False
         self._moved_at = 0.0
@@ -219,7 +220,7 @@ class Router:
         bootstrap = None
         if prefill is not decode:
             engine = prefill.engine
-            bootstrap = Bootstrap(engine.bootstrap_host, engine.bootstrap_port, next(self._rooms))
+            bootstrap = Bootstrap(engine.bootstrap_host, engine.bootstrap_port, next(self.rooms))
         attempt = Attempt(turn.next_request(bootstrap), prefill, decode, turn.deliver, progressed_at=now)
         attempt.turn, turn.attempt = turn, attempt
         turn.instances.append((prefill.name, decode.name))

@@ -1,5 +1,7 @@
 """The role switcher: unroute, cancel, wait idle, flip, verify the reported role, reroute (paper, Appendix C).
 
+Where a canary is asked for, the flipped instance serves one request before it is routed.
+
 Invariants. Flips and weight updates exclude each other by one lock. A flip that does nothing, fails half-way, lies or takes
 too long takes its instance out of service; a restart brings it back with the role that is wanted and the weights that are
 current. A flip never takes the last routed instance of a role.
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from prorsa.allocation import Allocation
+from prorsa.cluster.canary import Canary
 from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.observers import Flip
 from prorsa.cluster.router import Router
@@ -51,6 +54,8 @@ class SwitchLimits:
     idle_poll: float = 0.02
     """How often the engine is asked: it gives no signal."""
     flip_timeout: float = 120.0
+    canary_timeout: float | None = None
+    """Of the request that a flipped instance has to serve before it is routed; None sends none."""
     restart_timeout: float = 600.0
 
 
@@ -73,6 +78,7 @@ class RoleSwitcher:
         self._weights = weights
         self._flipped = flipped
         self._limits = limits
+        self._canary = Canary(fleet, router.rooms, limits.canary_timeout) if limits.canary_timeout else None
         self._in_hand: set[str] = set()
 
     async def apply(self, target: Allocation) -> list[Flip]:
@@ -193,6 +199,8 @@ class RoleSwitcher:
             idle_at = now()
             self._step(instance, InstanceState.DRAINING, InstanceState.FLIPPING)
             await self._become(instance, role)
+            if self._canary is not None:
+                await self._canary.send(instance, role)
             self._step(instance, InstanceState.FLIPPING, InstanceState.ROUTED, role)
         except (EngineError, TimeoutError) as error:
             failure = str(error)
@@ -201,14 +209,15 @@ class RoleSwitcher:
             self._router.bury(instance, "its flip was cancelled half-way")
             raise
         end = now()
+        drained = end if idle_at is None else idle_at
         flip = Flip(
             time=start,
             instance=instance.name,
             before=before,
             after=role,
             cancelled=cancelled,
-            drain_s=(idle_at or end) - start,
-            flip_s=end - (idle_at or end),
+            drain_s=drained - start,
+            flip_s=end - drained,
             failure=failure,
         )
         self._flipped(flip)

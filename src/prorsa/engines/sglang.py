@@ -64,6 +64,8 @@ class SGLangEngine:
         self._bootstrap_port = bootstrap_port
         self._session = session
         self._owns_session = session is None
+        self._version: int | None = None
+        """Of the weights, as far as this handle has been told."""
 
     @property
     def name(self) -> str:
@@ -87,7 +89,7 @@ class SGLangEngine:
         reader = _StreamReader(self._name, asked)
         try:
             async with self._http().post(
-                f"{self._url}/generate", json=_generate_body(request), timeout=timeout
+                f"{self._url}/generate", json=_generate_body(request, self._version), timeout=timeout
             ) as response:
                 try:
                     if response.status != 200:
@@ -123,13 +125,15 @@ class SGLangEngine:
     async def info(self) -> EngineInfo:
         answer = await self._get("/model_info")
         try:
-            return EngineInfo(
+            info = EngineInfo(
                 role=_parse_role(answer["disaggregation_mode"]),
                 weights_version=_parse_version(answer["weight_version"]),
                 model_path=answer["model_path"],
             )
         except (KeyError, TypeError, ValueError) as error:
             raise self._unreadable("/model_info", answer) from error
+        self._version = info.weights_version
+        return info
 
     async def switch_role(self, role: Role) -> None:
         """Also raises `EngineError` when the engine had that role already: the caller's picture of it was wrong."""
@@ -156,6 +160,7 @@ class SGLangEngine:
         if status != 200 or not _parse_object(text).get("success"):
             asked = f"/update_weights_from_disk {path} as version {version}"
             raise EngineError(_sentence(self._name, asked, status, text))
+        self._version = version
 
     async def healthy(self) -> bool:
         try:
@@ -279,7 +284,7 @@ async def _exhaust(messages: AsyncIterator[bytes]) -> None:
                 pass
 
 
-def _generate_body(request: GenerateRequest) -> dict[str, Any]:
+def _generate_body(request: GenerateRequest, version: int | None) -> dict[str, Any]:
     body: dict[str, Any] = {
         "rid": request.rid + RID_END,
         "input_ids": request.input_ids,
@@ -287,6 +292,10 @@ def _generate_body(request: GenerateRequest) -> dict[str, Any]:
         "stream": True,
         "return_logprob": True,
     }
+    if version is not None:
+        # SGLang keeps KV of different keys apart, in its own cache and in the storage behind it. This one is never newer than
+        # the weights that compute: KV that older weights wrote is not found under it.
+        body["extra_key"] = f"weights-{version}"
     if request.bootstrap is not None:
         body["bootstrap_host"] = request.bootstrap.host
         body["bootstrap_port"] = request.bootstrap.port

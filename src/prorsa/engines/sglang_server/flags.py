@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,8 @@ class EngineFlags:
     max_running: int
     max_waiting: int
     tensor_parallel: int = 1
+    kv_store: str | None = None
+    """Directory of the KV that the engines share, as files; None: each has only its own."""
     extra: tuple[str, ...] = ()
     """After all others, so that they win."""
 
@@ -51,7 +54,22 @@ class EngineFlags:
                 # Without it a prefill instance that becomes decode fails; see `plugin.refuse_leaking_decode`.
                 "--disaggregation-decode-enable-radix-cache",
             ]
-        return [*flags, *self.extra]
+        return [*flags, *self._shared_kv(), *self.extra]
+
+    def _shared_kv(self) -> list[str]:
+        if self.kv_store is None:
+            return []
+        storage = {"file_storage_path": self.kv_store, "prefetch_threshold": self.block_tokens}
+        return [
+            "--enable-hierarchical-cache",
+            "--hicache-io-backend=direct",
+            "--hicache-mem-layout=layer_first",
+            # What is computed is written at once: an engine that flips or dies takes nothing with it.
+            "--hicache-write-policy=write_through",
+            "--hicache-storage-backend=file",
+            "--hicache-storage-prefetch-policy=wait_complete",
+            f"--hicache-storage-backend-extra-config={json.dumps(storage)}",
+        ]
 
     def _on_gpu(self, index: int) -> list[str]:
         return [

@@ -13,7 +13,7 @@ import random
 import shutil
 import socket
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,23 @@ class _Child:
 
 
 class SGLangLauncher:
-    """Owns the engines. `python` is the interpreter that has SGLang; `start_seconds` bounds one engine's start."""
+    """Owns the engines. `python` is the interpreter that has SGLang; `start_seconds` bounds one engine's start.
 
-    def __init__(self, python: str, flags: EngineFlags, *, start_seconds: float, log_dir: Path) -> None:
+    With `kv_store_dir` they share their KV as files in a new directory below it, which goes when they do.
+    """
+
+    def __init__(
+        self,
+        python: str,
+        flags: EngineFlags,
+        *,
+        start_seconds: float,
+        log_dir: Path,
+        kv_store_dir: Path | None = None,
+    ) -> None:
         self._python = python
         self._flags = flags
+        self._kv_store_dir = kv_store_dir
         self._start_seconds = start_seconds
         self._log_dir = log_dir
         self._engines: dict[str, _Child] = {}
@@ -102,12 +114,17 @@ class SGLangLauncher:
             await asyncio.wait([keeper])
             if keeper.exception() is None:
                 await keeper.result().close()
+            if self._flags.kv_store is not None and self._kv_store_dir is not None:
+                shutil.rmtree(self._flags.kv_store, ignore_errors=True)
 
     def pid(self, name: str) -> int:
         return self._engines[name].pid.result()
 
     async def _running_keeper(self) -> _Keeper:
         if self._keeper is None:
+            if self._kv_store_dir is not None:
+                self._kv_store_dir.mkdir(parents=True, exist_ok=True)
+                self._flags = replace(self._flags, kv_store=tempfile.mkdtemp(prefix="kv-", dir=self._kv_store_dir))
             self._keeper = asyncio.create_task(_start_keeper(self._python, self._flags.device, self._log_dir))
         return await asyncio.shield(self._keeper)
 
