@@ -27,6 +27,8 @@ def test_overrides_reach_nested_keys_and_are_yaml(tmp_path: Path) -> None:
     config = load_config(path, ["cluster.instances=6", "policy.split='2:4'", "sampling.temperature=0.5"])
     assert config.cluster.instances == 6
     assert config.policy.initial_split(6) == (2, 4)
+    # Which YAML 1.1 reads as 2 * 60 + 4.
+    assert load_config(path, ["cluster.instances=6", "policy.split=2:4"]).policy.split == "2:4"
     assert config.sampling.temperature == 0.5
 
 

@@ -6,6 +6,7 @@ value and the remedy.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import wrap
@@ -17,9 +18,26 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 COMMENT_WIDTH = 100
 END = "\n..."
 """What ends a YAML document that is a bare scalar."""
+_SEXAGESIMAL_FREE = {
+    "tag:yaml.org,2002:int": re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$"),
+    "tag:yaml.org,2002:float": re.compile(
+        r"(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9_]+(?:[eE][-+][0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
+}
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 S = TypeVar("S", bound="Section")
+
+
+class _Loader(yaml.SafeLoader):
+    """Without YAML 1.1's numbers to the base of 60, which `2:2` would be."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, _SEXAGESIMAL_FREE.get(tag, pattern)) for tag, pattern in resolvers]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 class ConfigError(Exception):
@@ -292,7 +310,7 @@ def read_yaml(path: str | Path, overrides: list[str] | None = None, what: str = 
     Raises `ConfigError`.
     """
     try:
-        data = yaml.safe_load(Path(path).read_text())
+        data = yaml.load(Path(path).read_text(), Loader=_Loader)
     except OSError as error:
         raise ConfigError(f"{what}={path}: cannot be read ({error.strerror}); give the path of a YAML file") from error
     except yaml.YAMLError as error:
@@ -331,7 +349,7 @@ def apply_override(data: dict[str, Any], override: str) -> None:
             )
         node = child
     try:
-        node[leaf] = yaml.safe_load(value)
+        node[leaf] = yaml.load(value, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{key}={value}: the value is not valid YAML ({error}); quote it") from error
 

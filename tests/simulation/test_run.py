@@ -167,3 +167,22 @@ def test_a_dry_run_prints_a_scenario_that_reads_as_the_same_one(
     (tmp_path / "resolved.yaml").write_text(shown := capsys.readouterr().out)
     assert load_scenario(tmp_path / "resolved.yaml") == load_scenario(scenario_path(name), ["rollout.load=2.5"])
     assert shown.count("# Of `colocated`: 0 prefills") == 1, "each key is explained once"
+
+
+def test_overrides_may_stand_behind_options_and_splits_need_no_quotes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "qwen3-235b-math", "--dry-run", "rollout.load=2", "policies.adaptive.split=2:30"]) == 0
+    (tmp_path / "resolved.yaml").write_text(capsys.readouterr().out)
+    resolved = load_scenario(tmp_path / "resolved.yaml")
+    assert (resolved.rollout.load, resolved.policies["adaptive"].split) == (2.0, "2:30")
+    with pytest.raises(SystemExit, match="2"):
+        main(["simulate", "qwen3-235b-math", "--dry-run", "--nonsense"])
+    assert "unrecognized arguments: --nonsense" in capsys.readouterr().err
+
+
+def test_a_cluster_that_cannot_be_is_one_error_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "qwen3-235b-general-agent", "hardware.gpus=2"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "prorsa: hardware.gpus=2: one instance takes 4; set it to 4 or more\n"
+    assert captured.out == ""

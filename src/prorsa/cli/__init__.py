@@ -24,7 +24,7 @@ FAILURES = (EngineError, RolloutFailed, SandboxError, TurnFailed, commands.Comma
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parsed = build_parser().parse_args(arguments)
+    parsed = parse(arguments)
     try:
         status: int = parsed.command(parsed)
     except (ConfigError, BadEvents, OSError) as error:
@@ -34,6 +34,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return status
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """`key=value` overrides may stand anywhere, between and behind options too."""
+    parser = build_parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    strange = [argument for argument in rest if argument.startswith("-") or "=" not in argument]
+    if strange or (rest and "overrides" not in parsed):
+        parser.error(f"unrecognized arguments: {' '.join(strange or rest)}")
+    if rest:
+        parsed.overrides = [*parsed.overrides, *rest]
+    return parsed
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -75,12 +75,17 @@ def run_scenario(
     return outcome
 
 
+def check_scenario(scenario: Scenario, name: str) -> None:
+    """Raises `ConfigError` where `scenario.policies[name]` cannot be built."""
+    _Setting(scenario, name)
+
+
 class _Setting:
     """What a scenario and one of its policies come to."""
 
     def __init__(self, scenario: Scenario, name: str) -> None:
         if name not in scenario.policies:
-            raise ConfigError(f"policy={name!r}: the scenario has {', '.join(scenario.policies)}; give one of these")
+            raise ConfigError(f"--policy {name}: the scenario has {', '.join(scenario.policies)}; give some of these")
         self.scenario = scenario
         self.name = name
         self.policy: PolicySection = scenario.policies[name]

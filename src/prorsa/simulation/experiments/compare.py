@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from concurrent.futures import as_completed
 from pathlib import Path
 
-from prorsa.config import ConfigError
 from prorsa.report.comparison import Comparison, PolicyOutcome
 from prorsa.report.measures import Window
 from prorsa.report.volumes import distribution
@@ -14,7 +13,7 @@ from prorsa.simulation.engines.statistics import BIN_S
 from prorsa.simulation.experiments.grid import ExperimentFailed, Job, Progress, explained
 from prorsa.simulation.experiments.reproduce import pool
 from prorsa.simulation.outcome import RunOutcome
-from prorsa.simulation.run import run_scenario
+from prorsa.simulation.run import check_scenario, run_scenario
 from prorsa.simulation.scenario import Scenario
 
 
@@ -26,9 +25,9 @@ def compare(
     Raises `ConfigError`, and `ExperimentFailed` where a run fails.
     """
     chosen = list(names) or list(scenario.policies)
-    if unknown := [name for name in chosen if name not in scenario.policies]:
-        raise ConfigError(f"--policy {unknown[0]}: the scenario has {', '.join(scenario.policies)}; give some of these")
     # What cannot be built is one error here, not one of every process.
+    for name in chosen:
+        check_scenario(scenario, name)
     profiles = scenario.prefill_profile(), scenario.decode_profile()
     with pool(workers) as executor:
         running = {
@@ -43,7 +42,7 @@ def compare(
         if (error := future.exception()) is not None
     ]
     if failures:
-        raise ExperimentFailed(explained(failures)) from failures[0][1]
+        raise ExperimentFailed(f"{len(failures)} runs failed\n{explained(failures)}") from failures[0][1]
     outcomes = {name: future.result() for future, name in running.items()}
     notes = [f"simulated, from the profile {profile.name}: {profile.source}" for profile in dict.fromkeys(profiles)]
     return Comparison(scenario.name, tuple(compared(outcomes[name]) for name in chosen), tuple(notes))

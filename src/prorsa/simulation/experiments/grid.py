@@ -128,7 +128,8 @@ class Grid:
             for future in running:
                 future.cancel()
         if failures:
-            raise ExperimentFailed(explained(failures)) from failures[0][1]
+            kept = "; the others are kept and will not run again" if self._kept is not None else ""
+            raise ExperimentFailed(f"{len(failures)} runs failed{kept}\n{explained(failures)}") from failures[0][1]
 
     def _known(self, key: str) -> bool:
         if key not in self._outcomes and self._kept is not None and (path := self._path(key)).is_file():
@@ -155,5 +156,4 @@ class Grid:
 
 
 def explained(failures: Sequence[tuple[Job, BaseException]]) -> str:
-    lines = sorted(f"{job}: {type(error).__name__}: {error}" for job, error in failures)
-    return f"{len(failures)} runs failed; the others are kept and will not run again\n" + "\n".join(lines)
+    return "\n".join(sorted(f"{job}: {type(error).__name__}: {error}" for job, error in failures))
