@@ -13,7 +13,7 @@ SGLANG := .venv-sglang/.ready
 demo: setup
 	$(BIN)/prorsa train $(CONFIG)
 
-test: setup lint types tests
+test: setup sglang lint types tests
 
 setup: $(READY)
 

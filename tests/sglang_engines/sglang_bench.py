@@ -22,7 +22,7 @@ import yaml
 
 from prorsa.allocation import Allocation, Demand, PrefillSpeed
 from prorsa.cluster.control import ControlPlane
-from prorsa.cluster.switcher import Restarter
+from prorsa.cluster.switcher import Restarter, SwitchLimits
 from prorsa.cluster.turns import TurnRequest
 from prorsa.engines.launcher import EmbeddedLauncher
 from prorsa.engines.protocol import Bootstrap, Chunk, EngineBusy, GenerateRequest, Role, SamplingParams
@@ -211,6 +211,7 @@ async def controlled(
         speed=PrefillSpeed(1000.0),
         horizon=0.5,
         restarter=restarter,
+        switch_limits=SwitchLimits(canary_timeout=60.0),
     )
     await control.start()
     try:
