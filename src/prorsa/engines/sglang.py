@@ -33,6 +33,9 @@ CONTROL_SECONDS = 30.0
 """Bound of a short control call."""
 SWITCH_SECONDS = 120.0
 UPDATE_SECONDS = 300.0
+ABORT_SECONDS = 30.0
+"""How long the requests that a weight update aborts may take to end."""
+ABORT_POLL_SECONDS = 0.1
 KEEPALIVE_SECONDS = 2.0
 """Below uvicorn's 5 s, so that a request never meets a connection that the server is just closing."""
 END_MARK_SECONDS = 0.5
@@ -156,7 +159,13 @@ class SGLangEngine:
             "abort_all_requests": True,
             "flush_cache": True,
         }
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + ABORT_SECONDS
         status, text = await self._ask("POST", "/update_weights_from_disk", body, UPDATE_SECONDS)
+        # SGLang may load the weights before the last request that it aborts has ended, and then keeps the KV of the old ones.
+        while status != 200 and "requests are still running" in text and loop.time() < deadline:
+            await asyncio.sleep(ABORT_POLL_SECONDS)
+            status, text = await self._ask("POST", "/update_weights_from_disk", body, UPDATE_SECONDS)
         if status != 200 or not _parse_object(text).get("success"):
             asked = f"/update_weights_from_disk {path} as version {version}"
             raise EngineError(_sentence(self._name, asked, status, text))
