@@ -8,12 +8,16 @@ CONFIG ?= examples/demo.yaml
 
 SGLANG := .venv-sglang/.ready
 
-.PHONY: demo test setup sglang lint types tests format clean
+.PHONY: demo test test-sglang setup sglang lint types tests format clean
 
 demo: setup
 	$(BIN)/prorsa train $(CONFIG)
 
-test: setup sglang lint types tests
+test: setup lint types tests
+
+# Minutes of real SGLang engines. Without their environment the tests are skipped, so `make test` does not need it.
+test-sglang: setup sglang
+	$(BIN)/pytest -m sglang
 
 setup: $(READY)
 

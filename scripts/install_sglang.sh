@@ -7,6 +7,7 @@ python=$1 directory=$2
 root=$(cd "$(dirname "$0")/.." && pwd)
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 "$python" -m venv "$directory"
+directory=$(cd "$directory" && pwd)
 pip() { "$directory/bin/python" -m pip install --quiet --progress-bar off "$@"; }
 
 if [ -e /dev/nvidiactl ]; then
