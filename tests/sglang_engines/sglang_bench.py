@@ -28,6 +28,7 @@ from prorsa.engines.launcher import EmbeddedLauncher
 from prorsa.engines.protocol import Bootstrap, Chunk, EngineBusy, GenerateRequest, Role, SamplingParams
 from prorsa.engines.sglang import SGLangEngine
 from prorsa.engines.sglang_server.flags import EngineFlags
+from prorsa.engines.sglang_server.keeper import die_with_parent
 from prorsa.engines.sglang_server.launcher import SGLangLauncher
 from prorsa.forecast import LifecycleForecaster
 from prorsa.lifecycle.events import Done, RewardStarted, Sampled, ToolStarted
@@ -105,7 +106,8 @@ def launched(directory: Path) -> Iterator[Served]:
     path = directory / "engines.yaml"
     path.write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "prorsa.cli", "engines", "launch", str(path)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=ROOT) as process:
+    # A test run that is killed must not leave them.
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=ROOT, preexec_fn=die_with_parent) as process:  # noqa: PLW1509
         try:
             while not (found := list(directory.glob("*/engines.json"))):
                 assert process.poll() is None, "the engines did not start"

@@ -106,7 +106,7 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -117,7 +117,7 @@ def start_process(flags: list[str], log: int) -> int:
         stdout=log,
         stderr=log,
         start_new_session=True,
-        preexec_fn=_die_with_parent,  # noqa: PLW1509 - this process has one thread
+        preexec_fn=die_with_parent,  # noqa: PLW1509 - this process has one thread
     )
     process.returncode = 0  # it is this keeper that waits for it
     return process.pid
@@ -156,7 +156,7 @@ def fork_engine(flags: list[str], log: int) -> int:
 
 def _become_engine(log: int) -> None:
     os.setsid()
-    _die_with_parent()
+    die_with_parent()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     nothing = os.open(os.devnull, os.O_RDONLY)
