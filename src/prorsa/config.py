@@ -121,8 +121,7 @@ class Policy(Section):
             return 0, 0
         if self.split is None:
             return instances // 2, instances - instances // 2
-        prefill, decode = self.split.split(":")
-        return int(prefill), int(decode)
+        return split_counts(self.split)
 
 
 class Sampling(Section):
@@ -248,15 +247,22 @@ class Config(Section):
         return self
 
 
+def split_counts(split: str) -> tuple[int, int]:
+    """(n_P, n_D) of `n_P:n_D`. Raises `ConfigError`."""
+    parts = split.split(":")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(f"policy.split={split!r}: write it as n_P:n_D with at least one of each, such as 2:2")
+    return int(parts[0]), int(parts[1])
+
+
 def _impossibilities(config: Config) -> list[str]:
     cluster, policy = config.cluster, config.policy
     problems: list[str] = []
     if policy.split is not None:
-        parts = policy.split.split(":")
-        if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
-            problems.append(
-                f"policy.split={policy.split!r}: write it as n_P:n_D with at least one of each, such as 2:2"
-            )
+        try:
+            split_counts(policy.split)
+        except ConfigError as error:
+            problems.append(str(error))
             return problems
     if policy.name == "static" and policy.split is None:
         problems.append("policy.split=null: policy.name=static needs it; write it as n_P:n_D, such as 2:2")

@@ -105,7 +105,6 @@ def made_up(job: Job) -> RunOutcome:
         live_max=512,
         kv_use=[(0.0, 0.25)],
         seconds=length * count,
-        wall_s=0.0,
         instances=8,
         gpus=128,
     )

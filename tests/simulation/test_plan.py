@@ -80,7 +80,6 @@ def advised(seconds: Callable[[Job], float], asked_for: Request | None = None) -
             live_max=0,
             kv_use=[],
             seconds=0.0,
-            wall_s=0.0,
             instances=8,
             gpus=128,
         )

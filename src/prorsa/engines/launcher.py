@@ -128,7 +128,9 @@ class EmbeddedLauncher:
         except BaseException as error:
             await _end(process)
             if isinstance(error, (TimeoutError, ValueError)):
-                raise EngineError(f"engine {name}: did not start; {log_path} ends with:\n{_tail(log_path)}") from error
+                raise EngineError(
+                    f"engine {name}: did not start; {log_path} ends with:\n{log_tail(log_path)}"
+                ) from error
             raise
 
 
@@ -152,5 +154,6 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-def _tail(path: Path) -> str:
-    return path.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+def log_tail(path: Path) -> str:
+    """The end of an engine's log, for an error's message."""
+    return path.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace") if path.exists() else "(nothing)"

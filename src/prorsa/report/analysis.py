@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
@@ -29,7 +28,7 @@ from prorsa.report.characterise import (
     characterise,
 )
 from prorsa.report.page import page, section, table, tiles
-from prorsa.report.plain import plain
+from prorsa.report.plain import plain, write_plain
 from prorsa.report.rundir import Json
 from prorsa.report.svg import Chart, Lane, Series, Span, lane_chart, line_chart, number
 from prorsa.report.volumes import Distribution, Volume, distribution
@@ -107,9 +106,7 @@ def to_json(analysis: Analysis) -> Json:
 
 
 def write_json(analysis: Analysis, path: str | Path) -> Path:
-    path = Path(path)
-    path.write_text(json.dumps(to_json(analysis), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return path
+    return write_plain(to_json(analysis), path)
 
 
 def write_page(analysis: Analysis, path: str | Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ from prorsa.forecast import Forecast, Measured
 from prorsa.report.charts import ADMITTED, PREFILL, TIME, forecast_chart
 from prorsa.report.measures import Errors, Window, forecast_errors
 from prorsa.report.page import page, section, table, tiles
-from prorsa.report.plain import plain
+from prorsa.report.plain import plain, write_plain
 from prorsa.report.rundir import Json
 from prorsa.report.svg import Bars, Chart, Series, bar_chart, line_chart, number
-from prorsa.report.volumes import Distribution, Volume, ratio_spread
+from prorsa.report.volumes import Distribution, Volume, ratio_spread, total
 
 COLOURS = ("persistence", "prefill", "decode", "tool", "mixed", "reward", "sandbox", "dropped", "measured")
 """Of the policies in charts, in their order and then from the start again."""
@@ -90,11 +89,11 @@ class PolicyOutcome:
     @property
     def ratio(self) -> float | None:
         """Prefill to decode tokens over all steps, by full prompts."""
-        return _over(self.step_volumes).ratio
+        return total(self.step_volumes, 0.0, sum(self.step_s)).ratio
 
     @property
     def uncached_ratio(self) -> float | None:
-        return _over(self.step_volumes).uncached_ratio
+        return total(self.step_volumes, 0.0, sum(self.step_s)).uncached_ratio
 
     @property
     def ratio_spread(self) -> float | None:
@@ -108,16 +107,6 @@ class PolicyOutcome:
     @property
     def kv_peak(self) -> float | None:
         return max((share for _, share in self.kv_use), default=None)
-
-
-def _over(volumes: Sequence[Volume]) -> Volume:
-    return Volume(
-        0.0,
-        sum(volume.seconds for volume in volumes),
-        sum(volume.prompt_tokens for volume in volumes),
-        sum(volume.uncached_tokens for volume in volumes),
-        sum(volume.decoded_tokens for volume in volumes),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,9 +214,7 @@ def _window(window: Window) -> Json:
 
 
 def write_json(comparison: Comparison, path: str | Path) -> Path:
-    path = Path(path)
-    path.write_text(json.dumps(to_json(comparison), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return path
+    return write_plain(to_json(comparison), path)
 
 
 def write_page(comparison: Comparison, path: str | Path) -> Path:

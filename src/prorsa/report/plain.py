@@ -1,10 +1,12 @@
-"""Dataclasses as plain values for JSON: every field and every property, whatever is in them likewise."""
+"""Dataclasses as plain values and as JSON files: every field and every property, whatever is in them likewise."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -21,3 +23,10 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def write_plain(value: Any, path: str | Path) -> Path:
+    """Plain values, on lines of their own. Raises ValueError on NaN."""
+    path = Path(path)
+    path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return path

@@ -42,6 +42,17 @@ class Volume:
         return self.uncached_tokens / self.decoded_tokens if self.decoded_tokens else None
 
 
+def total(volumes: Sequence[Volume], start: float, end: float) -> Volume:
+    """What all of them have together, as of `start` to `end`."""
+    return Volume(
+        start,
+        end,
+        sum(volume.prompt_tokens for volume in volumes),
+        sum(volume.uncached_tokens for volume in volumes),
+        sum(volume.decoded_tokens for volume in volumes),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Distribution:
     """How `count` values spread. Without values everything else is 0."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from prorsa.forecast import Forecast, Measured, wape
 from prorsa.report.comparison import RoleCount
-from prorsa.report.volumes import Volume
+from prorsa.report.volumes import Volume, total
 from prorsa.simulation.engines.cluster import Statistics
 
 
@@ -73,8 +73,6 @@ class RunOutcome:
     """(time, share of the decode instances' KV capacity that their decodes took), at each decision."""
     seconds: float
     """Length of the run."""
-    wall_s: float
-    """What the simulation itself took."""
     instances: int
     gpus: int
 
@@ -91,9 +89,6 @@ class RunOutcome:
     def idle_share(self) -> float:
         """Share of the engines' busy time that GPUs wait because another rank prefills while they would decode (Fig. 6)."""
         return self.statistics.interference_s / self.statistics.step_s if self.statistics.step_s else 0.0
-
-    def trajectory_percentile(self, q: float) -> float:
-        return float(np.percentile(self.trajectory_s, q)) if self.trajectory_s else float("nan")
 
     @property
     def trajectory_mean_s(self) -> float:
@@ -118,11 +113,4 @@ class RunOutcome:
         return [window for window in self.tokens if step.start <= window.start < step.end]
 
     def step_tokens(self, step: StepOutcome) -> Volume:
-        windows = self.step_windows(step)
-        return Volume(
-            step.start,
-            step.end,
-            sum(window.prompt_tokens for window in windows),
-            sum(window.uncached_tokens for window in windows),
-            sum(window.decoded_tokens for window in windows),
-        )
+        return total(self.step_windows(step), step.start, step.end)

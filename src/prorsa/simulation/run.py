@@ -7,7 +7,6 @@ engines, the sandboxes, tools and rewards, and the trainer, which only takes tim
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +19,7 @@ from prorsa.cluster.instances import InstanceState
 from prorsa.cluster.manager import HealthLimits
 from prorsa.cluster.observers import Decision, Flip, Observer, TurnRecord
 from prorsa.cluster.router import Limits
-from prorsa.config import ConfigError
+from prorsa.config import ConfigError, split_counts
 from prorsa.engines.protocol import Role
 from prorsa.forecast import Forecast, Forecaster, Kalman, LifecycleForecaster, Persistence, WindowMeter
 from prorsa.forecast.injection import Injection
@@ -69,10 +68,7 @@ def run_scenario(
 
     Raises `ConfigError` where the cluster cannot be built, and `ConservationError` where the simulation contradicts itself.
     """
-    started = time.monotonic()
-    outcome = clock.run(_run(_Setting(scenario, name), progress, record_to))
-    outcome.wall_s = time.monotonic() - started
-    return outcome
+    return clock.run(_run(_Setting(scenario, name), progress, record_to))
 
 
 def check_scenario(scenario: Scenario, name: str) -> None:
@@ -139,7 +135,7 @@ def _roles(policy: PolicySection, prefill: Profile, decode: Profile, gpus: int) 
         count = gpus // prefill.gpus
         n_prefill, n_decode = (count // 2, count - count // 2) if not unequal else (1, 1)
     else:
-        n_prefill, n_decode = _split(policy.split)
+        n_prefill, n_decode = split_counts(policy.split)
     needed = n_prefill * prefill.gpus + n_decode * decode.gpus
     if n_prefill < 1 or n_decode < 1 or needed > gpus:
         raise ConfigError(
@@ -148,13 +144,6 @@ def _roles(policy: PolicySection, prefill: Profile, decode: Profile, gpus: int) 
         )
     roles = [Role.PREFILL] * n_prefill + [Role.DECODE] * n_decode
     return {f"engine-{index}": role for index, role in enumerate(roles)}
-
-
-def _split(text: str) -> tuple[int, int]:
-    prefill, _, decode = text.partition(":")
-    if not (prefill.isdigit() and decode.isdigit()):
-        raise ConfigError(f"policy.split={text!r}: write it as n_P:n_D, such as 4:4")
-    return int(prefill), int(decode)
 
 
 async def _run(setting: _Setting, progress: Progress | None, record_to: Path | None) -> RunOutcome:
@@ -411,7 +400,6 @@ class _Watch(Observer):
             live_max=self._live_max,
             kv_use=self._kv_use,
             seconds=self._end,
-            wall_s=0.0,
             instances=len(setting.roles),
             gpus=setting.scenario.hardware.gpus,
         )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from prorsa.engines.launcher import log_tail
 from prorsa.engines.protocol import EngineError, EngineGone, Role
 from prorsa.engines.sglang import SGLangEngine
 from prorsa.engines.sglang_server.flags import HOST, EngineFlags
@@ -28,7 +29,6 @@ PROGRESS_SECONDS = 15.0
 """How often a start that takes long is reported."""
 KEEPER_STOP_SECONDS = 10.0
 LOWEST_PORT = 20000
-LOG_TAIL_BYTES = 2000
 STANDINS = Path(__file__).parent / "cpu_standins"
 NVIDIA = Path("/dev/nvidiactl")
 
@@ -136,12 +136,12 @@ class SGLangLauncher:
             if child.ended.done():
                 raise EngineError(
                     f"engine {name}: ended with status {child.ended.result()} before it served; {child.log} ends with:\n"
-                    f"{_tail(child.log)}"
+                    f"{log_tail(child.log)}"
                 )
             if now() - start > self._start_seconds:
                 raise EngineError(
                     f"engine {name}: did not serve after {self._start_seconds:.0f} s; {child.log} ends with:\n"
-                    f"{_tail(child.log)}"
+                    f"{log_tail(child.log)}"
                 )
             if now() - reported > PROGRESS_SECONDS:
                 reported = now()
@@ -232,7 +232,7 @@ async def _start_keeper(python: str, device: str, log_dir: Path) -> _Keeper:
         await process.wait()
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    event = json.loads(told) if told else {"event": "refused", "reason": f"{log_path} ends with:\n{_tail(log_path)}"}
+    event = json.loads(told) if told else {"event": "refused", "reason": f"{log_path} ends with:\n{log_tail(log_path)}"}
     keeper = _Keeper(process, directory)
     if event["event"] != "ready":
         await keeper.close()
@@ -266,10 +266,6 @@ async def _serves(engine: SGLangEngine) -> bool:
     return True
 
 
-def _tail(path: Path) -> str:
-    return path.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace") if path.exists() else "(nothing)"
-
-
 def _last_line(path: Path) -> str:
-    lines = _tail(path).rstrip().splitlines()
+    lines = log_tail(path).rstrip().splitlines()
     return lines[-1] if lines else "(no output yet)"

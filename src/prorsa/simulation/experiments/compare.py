@@ -50,7 +50,6 @@ def compare(
 
 def compared(outcome: RunOutcome) -> PolicyOutcome:
     statistics = outcome.statistics
-    busy = statistics.step_s or 1.0
     return PolicyOutcome(
         name=outcome.policy,
         step_s=tuple(step.rollout_s for step in outcome.steps),
@@ -60,8 +59,8 @@ def compared(outcome: RunOutcome) -> PolicyOutcome:
         replaced_groups=outcome.lost_groups,
         output_tokens=statistics.decoded_tokens,
         output_tokens_per_s=statistics.decoded_tokens / outcome.seconds if outcome.seconds else 0.0,
-        interference_idle=statistics.interference_s / busy,
-        imbalance_idle=statistics.imbalance_s / busy,
+        interference_idle=outcome.idle_share,
+        imbalance_idle=statistics.imbalance_s / (statistics.step_s or 1.0),
         itl_p50=statistics.itl.percentile(0.5),
         itl_p99=statistics.itl.percentile(0.99),
         itl_over_time=tuple(
