@@ -10,7 +10,7 @@ from typing import Any
 
 from fake_engine import STOP, FakeEngine, FakeRestarter, World, reference
 
-from prorsa.allocation import Allocation, Demand, Policy, PrefillSpeed
+from prorsa.allocation import Allocation, Policy, PrefillSpeed, Situation
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.manager import HealthLimits
@@ -105,8 +105,8 @@ async def until(condition: Callable[[], bool]) -> None:
 class Keep:
     """A policy that is content with what there is."""
 
-    def decide(self, demand: Demand, current: Allocation, live: bool) -> Allocation | None:
-        return current
+    def decide(self, situation: Situation) -> Allocation | None:
+        return situation.current
 
 
 class Notes:

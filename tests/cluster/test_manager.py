@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from cluster_bench import Bench, in_virtual_time, until
 
-from prorsa.allocation import Adaptive, Allocation, Colocated, Demand
+from prorsa.allocation import Adaptive, Allocation, Colocated, Situation
 from prorsa.cluster.observers import replay
 from prorsa.engines.protocol import Role
 from prorsa.forecast import Forecast, LifecycleForecaster
@@ -24,7 +24,7 @@ class Scripted:
     def __init__(self, *targets: tuple[int, int]) -> None:
         self.targets = [Allocation(*target) for target in targets]
 
-    def decide(self, demand: Demand, current: Allocation, live: bool) -> Allocation | None:
+    def decide(self, situation: Situation) -> Allocation | None:
         return self.targets.pop(0) if len(self.targets) > 1 else self.targets[0]
 
 
@@ -59,6 +59,9 @@ class Steady:
 
     def observe(self, transition: Transition) -> None:
         self.inner.observe(transition)
+
+    def caches_lost(self) -> None:
+        self.inner.caches_lost()
 
     def forecast(self, snapshot: Snapshot, horizon: float, prefill_instances: Sequence[str]) -> Forecast:
         prefill, decode = next(self.volumes)

@@ -11,7 +11,7 @@ from typing import Any
 from cluster_bench import Bench
 from rollouts import QUESTION, ScriptedSandboxes, call, environment
 
-from prorsa.allocation import Allocation, Demand
+from prorsa.allocation import Allocation, Situation
 from prorsa.rollout.controller import Controller, Plan
 from prorsa.rollout.records import TrajectoryRecord
 from prorsa.rollout.sampler import Outcome, Sampler
@@ -47,7 +47,7 @@ class Restless:
     def __init__(self) -> None:
         self._splits = cycle([Allocation(1, 3), Allocation(3, 1), Allocation(2, 2)])
 
-    def decide(self, demand: Demand, current: Allocation, live: bool) -> Allocation:
+    def decide(self, situation: Situation) -> Allocation:
         return next(self._splits)
 
 

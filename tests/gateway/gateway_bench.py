@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from prorsa.allocation import Allocation, Demand, PrefillSpeed
+from prorsa.allocation import Allocation, PrefillSpeed, Situation
 from prorsa.cluster.control import ControlPlane
 from prorsa.config import Config, parse_config
 from prorsa.engines.protocol import Chunk, EngineBusy, EngineInfo, FinishReason, GenerateRequest, Load, Role
@@ -60,8 +60,8 @@ def saying(*answers: str) -> Script:
 
 
 class Keep:
-    def decide(self, demand: Demand, current: Allocation, live: bool) -> Allocation | None:
-        return current
+    def decide(self, situation: Situation) -> Allocation | None:
+        return situation.current
 
 
 class ScriptedEngine:

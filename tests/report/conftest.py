@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from prorsa.allocation import Adaptive, Allocation, Demand
+from prorsa.allocation import Adaptive, Allocation, Demand, Situation
 from prorsa.cluster.instances import InstanceState
 from prorsa.cluster.observers import Decision, Flip, TurnRecord
 from prorsa.engines.protocol import FinishReason, Role
@@ -170,7 +170,7 @@ class Synthetic:
         current = Allocation(roles.count(Role.PREFILL), roles.count(Role.DECODE))
         forecast = self.forecaster.forecast(snapshot, 1.0, [n for n, r in self.roles.items() if r is Role.PREFILL])
         demand = Demand(forecast.prefill_tokens, 2000.0, 1.0, forecast.decode_kv + forecast.admitted_kv, 4096.0)
-        target = self.policy.decide(demand, current, len(snapshot) > 0)
+        target = self.policy.decide(Situation(demand, current, len(snapshot) > 0))
         self.recorder.decision(
             Decision(time, self.tracker.counts(), forecast, demand, current, len(snapshot) > 0, target)
         )

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import yaml
 
-from prorsa.allocation import Allocation, Demand, PrefillSpeed
+from prorsa.allocation import Allocation, PrefillSpeed, Situation
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.switcher import Restarter, SwitchLimits
 from prorsa.cluster.turns import TurnRequest
@@ -198,8 +198,8 @@ async def embedded(model: Path, log_dir: Path, ids: tuple[int, ...], budget: int
 class Keep:
     """A policy that leaves the roles as they are: the test flips."""
 
-    def decide(self, demand: Demand, current: Allocation, live: bool) -> Allocation | None:
-        return current
+    def decide(self, situation: Situation) -> Allocation | None:
+        return situation.current
 
 
 @asynccontextmanager

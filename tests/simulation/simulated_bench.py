@@ -9,7 +9,7 @@ from typing import Any
 
 from core_bench import a_profile
 
-from prorsa.allocation import Allocation, Demand, PrefillSpeed
+from prorsa.allocation import Allocation, PrefillSpeed, Situation
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.instances import InstanceState
 from prorsa.cluster.manager import HealthLimits
@@ -69,8 +69,8 @@ def prompt_of(script: Script, question: int) -> tuple[int, ...]:
 
 
 class Keep:
-    def decide(self, demand: Demand, current: Allocation, live: bool) -> Allocation | None:
-        return current
+    def decide(self, situation: Situation) -> Allocation | None:
+        return situation.current
 
 
 class SimulatedBench:

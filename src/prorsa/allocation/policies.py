@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from prorsa.allocation.solver import Allocation, solve
+from prorsa.forecast.work import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,34 @@ class Demand:
         return self.decode_tokens / self.decode_capacity
 
 
+class Moment(StrEnum):
+    """When a decision is made."""
+
+    GRID = "grid"
+    """Every S seconds."""
+    SYNC = "sync"
+    """All instances have just got new weights: every request is cancelled and every cache lost, so a flip disturbs nobody."""
+    START = "start"
+    """Trajectories have been sampled where none was live: a step begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """All that a policy decides from."""
+
+    demand: Demand
+    current: Allocation
+    """Instances in service."""
+    live: bool
+    """Whether any trajectory is."""
+    work: Work | None = None
+    """None where the forecaster says nothing of it."""
+    moment: Moment = Moment.GRID
+
+
 class Policy(Protocol):
-    def decide(self, demand: Demand, current: Allocation, live: bool) -> Allocation | None:
-        """The roles to have next; None where every instance is mixed. `live`: whether any trajectory is."""
+    def decide(self, situation: Situation) -> Allocation | None:
+        """The roles to have next; None where they are nobody's to change."""
         ...
 
 
@@ -44,7 +71,7 @@ class Policy(Protocol):
 class Colocated:
     """Every instance does both stages."""
 
-    def decide(self, demand: Demand, current: Allocation, live: bool) -> Allocation | None:
+    def decide(self, situation: Situation) -> Allocation | None:
         return None
 
 
@@ -55,7 +82,7 @@ class Static:
     prefill: int
     decode: int
 
-    def decide(self, demand: Demand, current: Allocation, live: bool) -> Allocation:
+    def decide(self, situation: Situation) -> Allocation:
         return Allocation(self.prefill, self.decode)
 
 
@@ -70,9 +97,10 @@ class Adaptive:
     m_d: int
     gpus: int
 
-    def decide(self, demand: Demand, current: Allocation, live: bool) -> Allocation:
+    def decide(self, situation: Situation) -> Allocation:
         """Keeps the current roles where no trajectory is live, and where fewer than two instances are in service."""
-        if not live or current.total < 2:
+        current, demand = situation.current, situation.demand
+        if not situation.live or current.total < 2:
             return current
         return solve(
             demand.prefill_instances,

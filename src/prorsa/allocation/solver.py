@@ -22,10 +22,15 @@ class Allocation:
 
     prefill: int
     decode: int
+    mixed: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"{self.prefill}:{self.decode}"] if self.prefill or self.decode else []
+        return " + ".join([*parts, f"{self.mixed} mixed"] if self.mixed or not parts else parts)
 
     @property
     def total(self) -> int:
-        return self.prefill + self.decode
+        return self.prefill + self.decode + self.mixed
 
 
 def solve(

@@ -237,6 +237,7 @@ class ControlPlane:
             self._bury_gone(failed)
             raise EngineError(f"weights {weights.version} at {weights.path} reached no instance: {failed[0][1]}")
         self._weights = weights
+        self._forecaster.caches_lost()
         for instance, error in failed:
             self.router.bury(instance, f"weight update failed: {error}")
 

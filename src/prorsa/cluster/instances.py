@@ -124,7 +124,7 @@ class Fleet:
     @property
     def in_service(self) -> Allocation:
         """How many instances each role has in its pool."""
-        return Allocation(len(self.pool(Role.PREFILL)), len(self.pool(Role.DECODE)))
+        return Allocation(*(len(self.pool(role)) for role in (Role.PREFILL, Role.DECODE, Role.MIXED)))
 
     def add(self, instance: Instance) -> None:
         """A new instance, in service."""

@@ -10,10 +10,10 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from prorsa.allocation import Allocation, Demand, Policy, PrefillSpeed
+from prorsa.allocation import Allocation, Demand, Policy, PrefillSpeed, Situation
 from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.observers import Decision
 from prorsa.cluster.router import Router
@@ -104,7 +104,7 @@ class GlobalManager:
             decode_capacity=min(instance.capacity for instance in self._fleet),
         )
         live = len(self._tracker) > 0
-        target = self._policy.decide(demand, current, live)
+        target = self._policy.decide(Situation(demand, current, live, forecast.work))
         self._last = Decision(now, self._tracker.counts(), forecast, demand, current, live, target)
         self._decided(self._last)
         return self._last
@@ -174,7 +174,7 @@ class GlobalManager:
         now = self._fleet.in_service
         extra = (1, 0) if instance.role is Role.PREFILL else (0, 1)
         with_it = Allocation(now.prefill + extra[0], now.decode + extra[1])
-        target = with_it if self._last is None else self._policy.decide(self._last.demand, with_it, self._last.live)
+        target = with_it if self._last is None else self._policy.decide(replace(self._last.situation, current=with_it))
         if target is None:
             return instance.role
         return Role.PREFILL if target.prefill > now.prefill else Role.DECODE

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from prorsa.allocation import Allocation, Demand, Policy
+from prorsa.allocation import Allocation, Demand, Moment, Policy, Situation
 from prorsa.cluster.instances import InstanceState
 from prorsa.engines.protocol import FinishReason, Role
 from prorsa.forecast.forecast import Forecast
@@ -22,18 +22,24 @@ class Decision:
     """Live trajectories by state, from the snapshot that was forecast from."""
     forecast: Forecast
     demand: Demand
-    """What the policy saw: the forecast's sums, theta, the horizon and the decode capacity."""
+    """The forecast's sums, theta, the horizon and the decode capacity."""
     current: Allocation
     """Instances in service."""
     live: bool
     """Whether any trajectory was live."""
     target: Allocation | None
-    """What the policy answered; None leaves every instance mixed."""
+    """What the policy answered; None leaves the roles as they are."""
+    moment: Moment = Moment.GRID
+
+    @property
+    def situation(self) -> Situation:
+        """What the policy saw."""
+        return Situation(self.demand, self.current, self.live, self.forecast.work, self.moment)
 
 
 def replay(decision: Decision, policy: Policy) -> Allocation | None:
     """What `policy` answers to the inputs of a recorded decision; the same policy answers the same."""
-    return policy.decide(decision.demand, decision.current, decision.live)
+    return policy.decide(decision.situation)
 
 
 @dataclass(frozen=True, slots=True)

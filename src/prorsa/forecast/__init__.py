@@ -5,6 +5,7 @@ from prorsa.forecast.forecast import Forecast, Forecaster
 from prorsa.forecast.forecaster import LifecycleForecaster
 from prorsa.forecast.injection import FixedRate, GroupReplenishment, Injection, ReplaceOnReward
 from prorsa.forecast.measure import Measured, WindowMeter, wape
+from prorsa.forecast.work import Work
 
 __all__ = [
     "FixedRate",
@@ -18,5 +19,6 @@ __all__ = [
     "Persistence",
     "ReplaceOnReward",
     "WindowMeter",
+    "Work",
     "wape",
 ]

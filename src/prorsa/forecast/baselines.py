@@ -24,6 +24,9 @@ class _Windowed:
     def observe(self, transition: Transition) -> None:
         self._meter.observe(transition)
 
+    def caches_lost(self) -> None:
+        """Of no consequence: all volumes are full prompt lengths."""
+
     def forecast(self, snapshot: Snapshot, horizon: float, prefill_instances: Sequence[str]) -> Forecast:
         for _, measured in self._meter.finished(snapshot.time):
             self._learn(measured)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from prorsa.forecast.work import Work
 from prorsa.lifecycle.snapshot import Snapshot, Transition
 
 
@@ -42,6 +43,8 @@ class Forecast:
     """Multiplies what the predicted requests add to `admitted_tokens` and `admitted_kv`."""
     admitted_backlog: float = 0.0
     """What the observed requests add to `admitted_tokens`."""
+    work: Work | None = None
+    """None where the forecaster does not look so closely."""
 
     @property
     def predicted(self) -> float:
@@ -57,6 +60,10 @@ class Forecast:
 class Forecaster(Protocol):
     def observe(self, transition: Transition) -> None:
         """Learn from one applied event. Every event of the run goes through here, once and in order."""
+        ...
+
+    def caches_lost(self) -> None:
+        """Every instance has new weights: no KV cache of before is of use."""
         ...
 
     def forecast(self, snapshot: Snapshot, horizon: float, prefill_instances: Sequence[str]) -> Forecast:

@@ -120,6 +120,9 @@ class LifecycleForecaster:
             self._rewards.add((transition.task,), transition.elapsed)
             self._admission.add(float(event.admitted))
 
+    def caches_lost(self) -> None:
+        """Of no consequence: all volumes are full prompt lengths."""
+
     def forecast(self, snapshot: Snapshot, horizon: float, prefill_instances: Sequence[str]) -> Forecast:
         for before, measured in self._meter.finished(snapshot.time):
             self._correct(before, measured)

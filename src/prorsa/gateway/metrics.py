@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 
 from prorsa.cluster.control import Status
 from prorsa.cluster.instances import InstanceState
@@ -157,7 +158,7 @@ class Metrics:
             yield "prorsa_forecast_prefill_tokens", "Prompt tokens of the next window.", {"": forecast.prefill_tokens}
             yield "prorsa_forecast_admitted_tokens", "Tokens admitted to decode in it.", {"": forecast.admitted_tokens}
             if target is not None:
-                wanted = {'{role="prefill"}': target.prefill, '{role="decode"}': target.decode}
+                wanted = {f'{{role="{role}"}}': count for role, count in asdict(target).items()}
                 yield "prorsa_target_instances", "Instances that the last decision wants.", wanted
 
 

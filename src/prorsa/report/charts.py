@@ -140,10 +140,11 @@ def share_chart(drawn: Drawn) -> Chart | None:
         (
             decision.time - drawn.start,
             decision.demand.prefill_instances / (decision.demand.prefill_instances + decision.demand.decode_instances),
-            decision.current.prefill / decision.current.total,
+            decision.current.prefill / (decision.current.prefill + decision.current.decode),
         )
         for decision in decisions
-        if decision.current.total and decision.demand.prefill_instances + decision.demand.decode_instances > 0
+        if decision.current.total > decision.current.mixed
+        and decision.demand.prefill_instances + decision.demand.decode_instances > 0
     ]
     if not shares:
         return None

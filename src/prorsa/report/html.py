@@ -128,8 +128,8 @@ def _decision(decision: Decision, start: float) -> list[str]:
         f"{demand.prefill_instances:.2f}",
         number(demand.decode_tokens),
         f"{demand.decode_instances:.2f}",
-        f"{current.prefill}:{current.decode}",
-        "mixed" if target is None else f"{target.prefill}:{target.decode}",
+        str(current),
+        "as they are" if target is None else str(target),
     ]
 
 

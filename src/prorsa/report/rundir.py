@@ -21,18 +21,18 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import yaml
 
-from prorsa.allocation import Allocation, Demand
+from prorsa.allocation import Allocation, Demand, Moment
 from prorsa.cluster.instances import InstanceState
 from prorsa.cluster.observers import Decision, Flip, TurnRecord
 from prorsa.engines.protocol import FinishReason, Role
-from prorsa.forecast import Forecast
+from prorsa.forecast import Forecast, Work
 from prorsa.lifecycle import Event, State, TraceError, read_trace
 from prorsa.report.runs import Runs, runs
 from prorsa.rollout.records import TrajectoryRecord
@@ -131,9 +131,10 @@ def dump_decision(decision: Decision, after_events: int) -> Json:
         "states": {state.name: count for state, count in decision.states.items()},
         "forecast": asdict(decision.forecast),
         "demand": asdict(decision.demand),
-        "current": [decision.current.prefill, decision.current.decode],
+        "current": list(astuple(decision.current)),
         "live": decision.live,
-        "target": None if target is None else [target.prefill, target.decode],
+        "target": None if target is None else list(astuple(target)),
+        "moment": decision.moment,
     }
 
 
@@ -141,13 +142,19 @@ def load_decision(line: Json) -> Decided:
     decision = Decision(
         time=line["time"],
         states={State[name]: count for name, count in line["states"].items()},
-        forecast=Forecast(**line["forecast"]),
+        forecast=_load_forecast(line["forecast"]),
         demand=Demand(**line["demand"]),
         current=Allocation(*line["current"]),
         live=line["live"],
         target=None if line["target"] is None else Allocation(*line["target"]),
+        moment=Moment(line.get("moment", Moment.GRID)),
     )
     return Decided(line["after_events"], decision)
+
+
+def _load_forecast(line: Json) -> Forecast:
+    work = line.get("work")
+    return Forecast(**line | {"work": None if work is None else Work(**work | {"returns": tuple(work["returns"])})})
 
 
 def dump_turn(turn: TurnRecord) -> Json:

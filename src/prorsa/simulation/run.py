@@ -306,6 +306,10 @@ class _Scored:
         for baseline in self._baselines.values():
             baseline.observe(transition)
 
+    def caches_lost(self) -> None:
+        for forecaster in (self._inner, *self._baselines.values()):
+            forecaster.caches_lost()
+
     def forecast(self, snapshot: Snapshot, horizon: float, prefill_instances: Sequence[str]) -> Forecast:
         for made, measured in self._meter.finished(snapshot.time):
             self.windows.append(ForecastWindow(made, measured, self._others.pop(0)))
