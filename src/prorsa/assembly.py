@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
@@ -15,12 +15,14 @@ from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.observers import Observer
 from prorsa.cluster.router import Limits
 from prorsa.cluster.switcher import Restarter, SwitchLimits
-from prorsa.config import Batches, Config, ConfigError
+from prorsa.config import Batches, Config, ConfigError, ForecastKind
 from prorsa.engines.launcher import EmbeddedLauncher
 from prorsa.engines.protocol import Engine, Role, SamplingParams
 from prorsa.engines.sglang import SGLangEngine
 from prorsa.engines.sglang_server.flags import EngineFlags
 from prorsa.engines.sglang_server.launcher import SGLangLauncher, gpu_here
+from prorsa.forecast.durations import Floats
+from prorsa.forecast.forecast import Forecaster
 from prorsa.forecast.forecaster import LifecycleForecaster
 from prorsa.forecast.injection import FixedRate, GroupReplenishment, Injection, ReplaceOnReward
 from prorsa.rollout.episode import Bounds, Environment
@@ -135,6 +137,16 @@ def build_injection(rollout: Batches) -> Injection | None:
             return GroupReplenishment(rollout.group_size)
 
 
+def build_forecaster(
+    kind: ForecastKind,
+    injection: Injection | None,
+    prefill_tokens_per_s: float,
+    kv_footprint: Callable[[Floats], Floats] = lambda tokens: tokens,
+) -> Forecaster:
+    """`prefill_tokens_per_s` and `kv_footprint` as `LifecycleForecaster` takes them."""
+    return LifecycleForecaster(injection, prefill_tokens_per_s, kv_footprint, decode_returns=kind == "decode-returns")
+
+
 def build_control(
     config: Config,
     engines: Sequence[Engine],
@@ -145,12 +157,12 @@ def build_control(
     """The control plane over engines that run already."""
     return ControlPlane(
         engines,
-        forecaster=LifecycleForecaster(
+        forecaster=build_forecaster(
+            config.policy.forecast,
             injection,
             config.policy.prefill_tokens_per_s,
             # What a decode instance sets aside for a request, so that admission and allocation count alike.
-            kv_footprint=lambda tokens: tokens + config.sampling.max_new_tokens,
-            decode_returns=config.policy.decode_returns,
+            lambda tokens: tokens + config.sampling.max_new_tokens,
         ),
         policy=build_policy(config),
         speed=PrefillSpeed(config.policy.prefill_tokens_per_s),

@@ -27,6 +27,7 @@ _SEXAGESIMAL_FREE = {
 }
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
+ForecastKind = Literal["paper", "decode-returns"]
 S = TypeVar("S", bound="Section")
 
 
@@ -109,9 +110,9 @@ class Policy(Section):
     """`n_P:n_D` for `static`; for `adaptive` the roles to start with. The default halves the instances."""
     horizon: Seconds = 10.0
     """S: how far the forecast looks, and how often the manager decides (paper, 4.1.2)."""
-    decode_returns: bool = True
-    """Forecast also the next requests of trajectories in DECODE, which the paper's one-step model leaves out; they are most
-    of the arrivals where turns are shorter than the horizon. False is the paper's forecast."""
+    forecast: ForecastKind = "decode-returns"
+    """`paper`: one step of each trajectory's lifecycle; `decode-returns`: the next requests of trajectories in DECODE too,
+    which the paper leaves out and which are most of the arrivals where turns are shorter than the horizon."""
     prefill_tokens_per_s: Annotated[float, Field(gt=0)] = 8000.0
     """Profiled effective prefill speed of one instance, full-prompt tokens/s: theta until busy intervals are seen."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from prorsa.allocation import Adaptive, Colocated, Policy, PrefillSpeed, Static
-from prorsa.assembly import build_injection
+from prorsa.assembly import build_forecaster, build_injection
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.instances import InstanceState
 from prorsa.cluster.manager import HealthLimits
@@ -21,7 +21,7 @@ from prorsa.cluster.observers import Decision, Flip, Observer, TurnRecord
 from prorsa.cluster.router import Limits
 from prorsa.config import ConfigError, split_counts
 from prorsa.engines.protocol import Role
-from prorsa.forecast import Forecast, Forecaster, Kalman, LifecycleForecaster, Persistence, WindowMeter
+from prorsa.forecast import Forecast, Forecaster, Kalman, Persistence, WindowMeter
 from prorsa.forecast.injection import Injection
 from prorsa.lifecycle import Done, Dropped, Snapshot, Transition
 from prorsa.report.comparison import RoleCount
@@ -159,7 +159,7 @@ async def _run(setting: _Setting, progress: Progress | None, record_to: Path | N
     )
     theta = profiled_speed(setting.prefill, setting.workload, setting.scenario.seed)
     injection = build_injection(setting.rollout)
-    scored = _Scored(LifecycleForecaster(injection, theta, decode_returns=setting.policy.decode_returns))
+    scored = _Scored(build_forecaster(setting.policy.forecast, injection, theta))
     # The other policies do not look at the forecast, so the cheapest one is good enough for them.
     forecaster: Forecaster = scored if setting.policy.name == "adaptive" else Persistence()
     watch = _Watch()

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from prorsa.config import Batches, ConfigError, Positive, Seconds, Section, read_yaml, validated
+from prorsa.config import Batches, ConfigError, ForecastKind, Positive, Seconds, Section, read_yaml, validated
 from prorsa.simulation.profile import NonNegative, Profile, load_profile
 
 
@@ -57,8 +57,7 @@ class PolicySection(Section):
     split: str | None = None
     """`n_P:n_D`: of `static`, and where `adaptive` starts. The default halves the instances."""
     horizon: Seconds = 10.0
-    decode_returns: bool = False
-    """False is the paper's forecast."""
+    forecast: ForecastKind = "paper"
     prefill_every: int = Field(default=0, ge=0)
     """Of `colocated`: 0 prefills whenever a prompt waits (SGLang's default); k aligns the prefills of all ranks and lets
     one step in k prefill while any rank decodes."""

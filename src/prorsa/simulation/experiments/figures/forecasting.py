@@ -17,7 +17,7 @@ from prorsa.simulation.outcome import RunOutcome
 from prorsa.simulation.scenario import PolicySection
 
 FORECAST_SETTINGS = tuple(Setting(MIMO, task, s) for task in paper.AGENTIC for s in paper.STALENESS)
-RETURNS = PolicySection(name="adaptive", decode_returns=True)
+RETURNS = PolicySection(name="adaptive", forecast="decode-returns")
 
 
 def fig8_jobs(lab: Lab) -> list[Job]:
