@@ -11,8 +11,8 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from prorsa.simulation.engines.costs import StepCosts
-from prorsa.simulation.profile import Profile, load_profile
+from prorsa.profiles.costs import StepCosts
+from prorsa.profiles.profile import Profile, load_profile
 
 GPUS_PER_SERVER = 8
 LENGTHS = {"8K": 2**13, "64K": 2**16, "256K": 2**18, "512K": 2**19}

@@ -46,10 +46,10 @@ from prorsa.rollout.sampler import Sampler
 from prorsa.simulation import clock, scenario
 from prorsa.simulation.engines.cluster import SimulatedCluster, SimulatedEngine
 from prorsa.simulation.engines.core import Core, StepTimes
-from prorsa.simulation.engines.costs import StepCosts
+from prorsa.profiles.costs import StepCosts
 from prorsa.simulation.engines.ranks import Job
 from prorsa.simulation.engines.statistics import Ledger, Statistics
-from prorsa.simulation.profile import load_profile
+from prorsa.profiles.profile import load_profile
 from prorsa.simulation.run import run_scenario
 from prorsa.simulation.workloads.environment import questions, simulated_environment
 from prorsa.simulation.workloads.models import RequestsWorkload

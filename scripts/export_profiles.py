@@ -1,4 +1,4 @@
-"""Make the grids of the shipped profiles (`src/prorsa/simulation/profiles/*.csv`) anew from NVIDIA AIConfigurator 0.12.0.
+"""Make the grids of the shipped profiles (`src/prorsa/profiles/shipped/*.csv`) anew from NVIDIA AIConfigurator 0.12.0.
 
     pip install prorsa[aic]                            # Python 3.11 to 3.13, Linux on x86-64, 850 MB
     python scripts/export_profiles.py                  # every grid, a few seconds
@@ -37,8 +37,8 @@ from aiconfigurator.sdk.moe_comm_resolver import resolve_model_config_moe_comm
 from aiconfigurator_core.sdk import engine
 from aiconfigurator_core.sdk.models import get_model
 
-from prorsa.simulation.engines.costs import COLUMNS
-from prorsa.simulation.profile import SHIPPED
+from prorsa.profiles.costs import COLUMNS
+from prorsa.profiles.profile import SHIPPED
 
 GPU = "h200_sxm"
 FRAMEWORK = "sglang"

@@ -27,13 +27,13 @@ from prorsa.assembly import (
 from prorsa.config import Config, dump_config, load_config
 from prorsa.engines.protocol import Role
 from prorsa.engines.sglang import SGLangEngine
+from prorsa.profiles.profile import RESTART_S
 from prorsa.report.recorder import RunRecorder
 from prorsa.report.rundir import CONFIG, LOGS, StepRecord, read_trajectories
 from prorsa.rollout.controller import Controller, Plan
 from prorsa.rollout.sampler import Group, Sampler
 from prorsa.rollout.verify import differences, recorded_turns
 from prorsa.simulation.measure import Facts, Limits, Measured, kv_bytes_of, measure, write_profile
-from prorsa.simulation.profile import RESTART_S
 
 SHOWN = 10
 """Differences that `verify` prints."""

@@ -9,12 +9,12 @@ from itertools import count
 from typing import Any, cast
 
 from prorsa.engines.protocol import FinishReason, Role
+from prorsa.profiles.costs import StepCosts
+from prorsa.profiles.profile import Profile
 from prorsa.simulation.engines.core import NEVER, Core, StepTimes
-from prorsa.simulation.engines.costs import StepCosts
 from prorsa.simulation.engines.ranks import Job
 from prorsa.simulation.engines.statistics import Ledger, Statistics
 from prorsa.simulation.engines.transfer import Handover, KvStore
-from prorsa.simulation.profile import Profile
 
 
 def a_profile(**changes: Any) -> Profile:

@@ -19,8 +19,8 @@ from prorsa.cluster.turns import TurnRequest, TurnResult
 from prorsa.engines.protocol import FinishReason, GenerateRequest, Role, SamplingParams
 from prorsa.forecast import LifecycleForecaster
 from prorsa.lifecycle.events import Done, RewardStarted, Sampled, ToolStarted
+from prorsa.profiles.profile import Profile
 from prorsa.simulation.engines.cluster import SimulatedCluster, SimulatedEngine
-from prorsa.simulation.profile import Profile
 from prorsa.simulation.workloads.pseudo_model import STOP, PseudoModel
 from prorsa.simulation.workloads.scripts import Script, TurnScript
 

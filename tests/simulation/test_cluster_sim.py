@@ -25,9 +25,9 @@ from prorsa.engines.protocol import (
     Role,
     SamplingParams,
 )
+from prorsa.profiles.profile import Profile
 from prorsa.simulation.clock import run
 from prorsa.simulation.engines.cluster import ConservationError, SimulatedCluster, SimulatedEngine
-from prorsa.simulation.profile import Profile
 from prorsa.simulation.workloads.pseudo_model import STOP, PseudoModel
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prorsa.config import ConfigError
-from prorsa.simulation.engines.costs import COLUMNS, StepCosts
-from prorsa.simulation.profile import Profile, load_profile, shipped_profiles
+from prorsa.profiles.costs import COLUMNS, StepCosts
+from prorsa.profiles.profile import Profile, load_profile, shipped_profiles
 
 FIELDS: dict[str, Any] = {
     "name": "hand",

@@ -5,8 +5,8 @@ import pytest
 import yaml
 
 from prorsa.config import ConfigError
-from prorsa.simulation.engines.costs import StepCosts
-from prorsa.simulation.profile import load_profile, shipped_profiles
+from prorsa.profiles.costs import StepCosts
+from prorsa.profiles.profile import load_profile, shipped_profiles
 
 NAMES = shipped_profiles()
 KV_BYTES = {
@@ -93,7 +93,7 @@ def test_sparse_attention_overtakes_dense_attention_as_contexts_grow() -> None:
 
 
 def test_a_shipped_profile_is_the_start_of_an_own_one(tmp_path: Path) -> None:
-    shipped = files("prorsa.simulation") / "profiles" / "qwen3-235b-h200-ep4.yaml"
+    shipped = files("prorsa.profiles") / "shipped" / "qwen3-235b-h200-ep4.yaml"
     data = yaml.safe_load(shipped.read_text()) | {"chunk": 2048}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(data))
     mine = load_profile(str(tmp_path / "mine.yaml"), expert_imbalance=0.5)

@@ -30,10 +30,10 @@ from prorsa.engines.protocol import (
     SamplingParams,
 )
 from prorsa.engines.sglang import SGLangEngine
+from prorsa.profiles.costs import StepCosts
+from prorsa.profiles.profile import load_profile
 from prorsa.simulation import clock
-from prorsa.simulation.engines.costs import StepCosts
 from prorsa.simulation.measure import Facts, Limits, Measured, kv_bytes_of, measure, write_profile
-from prorsa.simulation.profile import load_profile
 
 PAGE = 16
 LIMITS = Limits(max_context=768, chunk=256, max_running=8, rounds=2)

@@ -35,8 +35,8 @@ from prorsa.engines.protocol import (
     Role,
     SamplingParams,
 )
-from prorsa.simulation.engines.costs import COLUMNS
-from prorsa.simulation.profile import Profile
+from prorsa.profiles.costs import COLUMNS
+from prorsa.profiles.profile import Profile
 
 DECODED = 64
 """Tokens that each request of a decode batch generates."""

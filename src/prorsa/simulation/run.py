@@ -24,6 +24,8 @@ from prorsa.engines.protocol import Role
 from prorsa.forecast import Forecast, Forecaster, Kalman, Persistence, WindowMeter
 from prorsa.forecast.injection import Injection
 from prorsa.lifecycle import Done, Dropped, Snapshot, Transition
+from prorsa.profiles.costs import StepCosts
+from prorsa.profiles.profile import Profile
 from prorsa.report.comparison import RoleCount
 from prorsa.report.recorder import RunRecorder
 from prorsa.report.rundir import StepRecord
@@ -32,7 +34,6 @@ from prorsa.rollout.controller import Controller, Plan
 from prorsa.rollout.sampler import Group, Sampler
 from prorsa.simulation import clock
 from prorsa.simulation.engines.cluster import SimulatedCluster
-from prorsa.simulation.engines.costs import StepCosts
 from prorsa.simulation.engines.statistics import BIN_S, Statistics
 from prorsa.simulation.outcome import (
     FlipRecord,
@@ -40,7 +41,6 @@ from prorsa.simulation.outcome import (
     RunOutcome,
     StepOutcome,
 )
-from prorsa.simulation.profile import Profile
 from prorsa.simulation.scenario import PolicySection, RolloutSection, Scenario
 from prorsa.simulation.workloads.environment import questions, simulated_environment
 from prorsa.simulation.workloads.models import build_workload

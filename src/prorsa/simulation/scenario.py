@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from prorsa.config import Batches, ConfigError, ForecastKind, Positive, Seconds, Section, read_yaml, validated
-from prorsa.simulation.profile import NonNegative, Profile, load_profile
+from prorsa.profiles.profile import NonNegative, Profile, load_profile
 
 
 class WorkloadSection(Section):

@@ -23,12 +23,12 @@ from prorsa.engines.protocol import (
     Load,
     Role,
 )
+from prorsa.profiles.costs import StepCosts
+from prorsa.profiles.profile import Profile
 from prorsa.simulation.engines.core import NEVER, Core, StepTimes
-from prorsa.simulation.engines.costs import StepCosts
 from prorsa.simulation.engines.ranks import Job
 from prorsa.simulation.engines.statistics import ConservationError, Ledger, Statistics
 from prorsa.simulation.engines.transfer import Handover, KvStore
-from prorsa.simulation.profile import Profile
 from prorsa.simulation.workloads.pseudo_model import Stream
 
 __all__ = ["ConservationError", "SimulatedCluster", "SimulatedEngine", "Statistics"]

@@ -23,11 +23,11 @@ from heapq import heappop, heappush
 from itertools import count
 
 from prorsa.engines.protocol import FinishReason, Role
-from prorsa.simulation.engines.costs import StepCosts
+from prorsa.profiles.costs import StepCosts
+from prorsa.profiles.profile import Profile
 from prorsa.simulation.engines.ranks import Job, Rank, Stage
 from prorsa.simulation.engines.statistics import ConservationError, Ledger, Statistics
 from prorsa.simulation.engines.transfer import KvStore
-from prorsa.simulation.profile import Profile
 
 WINDOW = 1024
 """Contexts between which the cost of a decode step is linear, unless the grid's points are closer."""

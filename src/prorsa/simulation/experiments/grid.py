@@ -17,8 +17,8 @@ from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
 
+from prorsa.profiles.profile import load_profile
 from prorsa.simulation.outcome import RunOutcome
-from prorsa.simulation.profile import load_profile
 from prorsa.simulation.run import run_scenario
 from prorsa.simulation.scenario import PolicySection, Scenario
 

@@ -15,8 +15,8 @@ from statistics import fmean, quantiles, stdev
 from typing import Any
 
 from prorsa.config import ConfigError, validated
+from prorsa.profiles.profile import Profile, load_profile, shipped_profiles
 from prorsa.simulation.experiments.grid import Grid, Job
-from prorsa.simulation.profile import Profile, load_profile, shipped_profiles
 from prorsa.simulation.scenario import PolicySection, RolloutSection, Scenario, WorkloadSection
 from prorsa.simulation.workloads.models import build_workload
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from prorsa.simulation.engines.costs import StepCosts
+from prorsa.profiles.costs import StepCosts
+from prorsa.profiles.profile import Profile, load_profile
 from prorsa.simulation.experiments import paper
 from prorsa.simulation.experiments.figures.common import MIMO, QWEN, judged
 from prorsa.simulation.experiments.page import Section
 from prorsa.simulation.experiments.settings import Lab
 from prorsa.simulation.experiments.verdicts import Finding, near_ratio, same_side
-from prorsa.simulation.profile import Profile, load_profile
 
 DOUBLED = {MIMO: "mimo-v2.5-pro-h200-ep32-decode", QWEN: "qwen3-235b-h200-ep8-decode"}
 """Profiles of decode instances of twice the expert parallelism."""

@@ -85,7 +85,7 @@ class Profile(Section):
         return held if self.usable_kv_tokens is None else min(held, self.usable_kv_tokens)
 
 
-SHIPPED = files("prorsa.simulation") / "profiles"
+SHIPPED = files("prorsa.profiles") / "shipped"
 
 
 def shipped_profiles() -> list[str]:

@@ -1,4 +1,4 @@
-"""How long a step of an engine takes, from the measured grid of its profile (`prorsa.simulation.profile`).
+"""How long a step of an engine takes, from the measured grid of its profile (`prorsa.profiles.profile`).
 
 A step ends when the slowest rank has done its attention and dense layers, the experts have done the tokens of all ranks
 and both exchanges between them are over:
@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 
 from prorsa.config import ConfigError
-from prorsa.simulation.profile import Profile
+from prorsa.profiles.profile import Profile
 
 PHASES = ("prefill", "decode")
 TIMES = ("attn_ms", "dense_ms", "moe_ms", "moe_skewed_ms", "comm_ms")
