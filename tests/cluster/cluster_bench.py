@@ -102,7 +102,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-class Keep:
+class Keep(Policy):
     """A policy that is content with what there is."""
 
     def decide(self, situation: Situation) -> Allocation | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from cluster_bench import Bench, in_virtual_time, until
 
-from prorsa.allocation import Adaptive, Allocation, Colocated, Situation
+from prorsa.allocation import Adaptive, Allocation, Colocated, Policy, Situation
 from prorsa.cluster.observers import replay
 from prorsa.engines.protocol import Role
 from prorsa.forecast import Forecast, LifecycleForecaster
@@ -18,7 +18,7 @@ from prorsa.lifecycle.events import Sampled
 ADAPTIVE = Adaptive(1, 1, 4)
 
 
-class Scripted:
+class Scripted(Policy):
     """Answers the given targets in turn, then keeps the last."""
 
     def __init__(self, *targets: tuple[int, int]) -> None:

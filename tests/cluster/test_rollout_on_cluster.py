@@ -11,7 +11,7 @@ from typing import Any
 from cluster_bench import Bench
 from rollouts import QUESTION, ScriptedSandboxes, call, environment
 
-from prorsa.allocation import Allocation, Situation
+from prorsa.allocation import Allocation, Policy, Situation
 from prorsa.rollout.controller import Controller, Plan
 from prorsa.rollout.records import TrajectoryRecord
 from prorsa.rollout.sampler import Outcome, Sampler
@@ -41,7 +41,7 @@ class Oracle:
         return [1, *(ord(letter) % 97 for letter in result_text), 2]
 
 
-class Restless:
+class Restless(Policy):
     """A policy that always wants other roles than it has."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from prorsa.allocation import Allocation, PrefillSpeed, Situation
+from prorsa.allocation import Allocation, Policy, PrefillSpeed, Situation
 from prorsa.cluster.control import ControlPlane
 from prorsa.config import Config, parse_config
 from prorsa.engines.protocol import Chunk, EngineBusy, EngineInfo, FinishReason, GenerateRequest, Load, Role
@@ -59,7 +59,7 @@ def saying(*answers: str) -> Script:
     return script
 
 
-class Keep:
+class Keep(Policy):
     def decide(self, situation: Situation) -> Allocation | None:
         return situation.current
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import yaml
 
-from prorsa.allocation import Allocation, PrefillSpeed, Situation
+from prorsa.allocation import Allocation, Policy, PrefillSpeed, Situation
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.switcher import Restarter, SwitchLimits
 from prorsa.cluster.turns import TurnRequest
@@ -195,7 +195,7 @@ async def embedded(model: Path, log_dir: Path, ids: tuple[int, ...], budget: int
         return tokens(await leg(engine, request(ids, budget, None)))
 
 
-class Keep:
+class Keep(Policy):
     """A policy that leaves the roles as they are: the test flips."""
 
     def decide(self, situation: Situation) -> Allocation | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from core_bench import a_profile
 
-from prorsa.allocation import Allocation, PrefillSpeed, Situation
+from prorsa.allocation import Allocation, Policy, PrefillSpeed, Situation
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.instances import InstanceState
 from prorsa.cluster.manager import HealthLimits
@@ -68,7 +68,7 @@ def prompt_of(script: Script, question: int) -> tuple[int, ...]:
     return (question + 1, *range(100, 99 + script.prompt_tokens))
 
 
-class Keep:
+class Keep(Policy):
     def decide(self, situation: Situation) -> Allocation | None:
         return situation.current
 

@@ -1,6 +1,7 @@
 """How many instances of each role: the effective prefill speed, the solver and the policies."""
 
-from prorsa.allocation.policies import Adaptive, Colocated, Demand, Moment, Policy, Situation, Static
+from prorsa.allocation.costs import EngineCosts
+from prorsa.allocation.policies import Adaptive, Colocated, Demand, Handling, Moment, Policy, Situation, Static
 from prorsa.allocation.solver import Allocation, solve
 from prorsa.allocation.speed import PrefillSpeed
 
@@ -9,6 +10,8 @@ __all__ = [
     "Allocation",
     "Colocated",
     "Demand",
+    "EngineCosts",
+    "Handling",
     "Moment",
     "Policy",
     "PrefillSpeed",

@@ -61,14 +61,30 @@ class Situation:
     moment: Moment = Moment.GRID
 
 
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """What becomes of the requests in service when roles change."""
+
+    patience: float = 0.0
+    """Seconds that an instance which leaves its role may go on with what it serves; then it is cancelled and resent."""
+    even_out: bool = False
+    """Whether decodes move, by cancel and resend, from fuller decode instances to those that join them."""
+
+
 class Policy(Protocol):
+    """Whoever implements one inherits from it, for `handling`."""
+
     def decide(self, situation: Situation) -> Allocation | None:
         """The roles to have next; None where they are nobody's to change."""
         ...
 
+    def handling(self, situation: Situation, target: Allocation) -> Handling:
+        """How the requests are treated while the roles become `target`. The paper's way: cancel at once, move nothing else."""
+        return Handling()
+
 
 @dataclass(frozen=True, slots=True)
-class Colocated:
+class Colocated(Policy):
     """Every instance does both stages."""
 
     def decide(self, situation: Situation) -> Allocation | None:
@@ -76,7 +92,7 @@ class Colocated:
 
 
 @dataclass(frozen=True, slots=True)
-class Static:
+class Static(Policy):
     """The same split whatever comes."""
 
     prefill: int
@@ -87,7 +103,7 @@ class Static:
 
 
 @dataclass(frozen=True, slots=True)
-class Adaptive:
+class Adaptive(Policy):
     """The paper's rule on the forecast demand.
 
     Instances are flipped, never started or stopped, so the decision has as many as `current`, which counts those in service.
