@@ -20,6 +20,7 @@ from prorsa.cluster.router import Limits, Router
 from prorsa.cluster.switcher import Restarter, RoleSwitcher, SwitchLimits, Weights
 from prorsa.cluster.turns import Listener, TurnRequest, TurnResult
 from prorsa.engines.protocol import Engine, EngineError, EngineGone, Role
+from prorsa.engines.weights import MemoryCheckpoints, NamedTensors
 from prorsa.forecast.forecast import Forecaster
 from prorsa.lifecycle import State, Tracker, Transition
 from prorsa.lifecycle.events import DecodeStarted, Event, PrefillStarted
@@ -93,6 +94,9 @@ class ControlPlane:
         self._observers = tuple(observers)
         self._errors: dict[str, Exception] = {}
         self._weights = Weights(0)
+        self._memory = MemoryCheckpoints()
+        self._model = ""
+        """The checkpoint that the engines started with."""
         self._held = False
         """Between `pause` and `resume`."""
         self._updating = asyncio.Lock()
@@ -131,6 +135,7 @@ class ControlPlane:
         if len(versions) != 1:
             raise EngineError(f"the engines start with different weights versions {sorted(versions)}; start them alike")
         self._weights = Weights(versions.pop())
+        self._model = infos[0].model_path
         for engine, info, load in zip(self._engines, infos, loads, strict=True):
             self.fleet.add(Instance(engine, info.role, load.max_tokens))
         self.manager.start()
@@ -142,6 +147,7 @@ class ControlPlane:
             update.cancel()
         await asyncio.gather(*self._updates, return_exceptions=True)
         await self.router.close()
+        await self._memory.close()
         if self._errors:
             raise ExceptionGroup("the run ended, but these failed during it", list(self._errors.values()))
 
@@ -170,14 +176,15 @@ class ControlPlane:
         self._held = False
         self._go_on()
 
-    async def update_weights(self, path: str, version: int) -> None:
-        """Give every instance the checkpoint at `path` as `version`; turns in flight go on with it.
+    async def update_weights(self, weights: str | NamedTensors, version: int) -> None:
+        """Give every instance new weights as `version`; turns in flight go on with them.
 
-        An instance that fails is taken out and restarted with the new weights. Where all fail, the old weights stay and
-        EngineError is raised. May be called between `pause` and `resume`.
+        `weights` is the path of a checkpoint, or all tensors of the model, which the engines of this machine then read from
+        memory; they must not change before this returns. An instance that fails is taken out and restarted with the new
+        weights. Where all fail, the old weights stay and EngineError is raised. May be called between `pause` and `resume`.
         """
         # Half an update would leave instances with different weights, so it goes on when the caller is cancelled.
-        update = asyncio.create_task(self._update_in_turn(Weights(version, path)), name=f"weight update {version}")
+        update = asyncio.create_task(self._update_in_turn(weights, version), name=f"weight update {version}")
         self._updates.add(update)
         update.add_done_callback(self._updates.discard)
         await asyncio.shield(update)
@@ -203,16 +210,24 @@ class ControlPlane:
 
     # Weight updates.
 
-    async def _update_in_turn(self, weights: Weights) -> None:
+    async def _update_in_turn(self, given: str | NamedTensors, version: int) -> None:
         async with self._updating:
-            if self._held:
-                await self._update_all(weights)
-                return
-            await self._halt()
+            # While tensors are written, generation goes on.
+            path = given if isinstance(given, str) else await self._memory.write(given, self._model, version)
             try:
-                await self._update_all(weights)
+                await self._update_halted(Weights(version, path))
             finally:
-                self._go_on()
+                await self._memory.keep(self._weights.path)
+
+    async def _update_halted(self, weights: Weights) -> None:
+        if self._held:
+            await self._update_all(weights)
+            return
+        await self._halt()
+        try:
+            await self._update_all(weights)
+        finally:
+            self._go_on()
 
     async def _halt(self) -> None:
         await self.switcher.lock.acquire()

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from prorsa.engines.weights import write_checkpoint
 from prorsa.integrations.verl.settings import NAME, Settings
 
 if TYPE_CHECKING:
     import torch
-
-DESCRIPTIONS = (".json", ".jinja", ".txt")
-"""Suffixes of the files that belong to a checkpoint and are not weights."""
 
 NamedTensors = Iterable[tuple[str, "torch.Tensor"]] | AsyncIterable[tuple[str, "torch.Tensor"]]
 
@@ -36,23 +34,19 @@ async def publish(weights: NamedTensors, version: int | None, settings: Settings
         async for _ in _each(weights):
             pass
         return
-    tensors = {name: tensor.detach().cpu().clone().contiguous() async for name, tensor in _each(weights)}
-    path = write_checkpoint(tensors, settings, version)
+    # A gathered tensor may live only until the next one is asked for.
+    tensors = {name: tensor.detach().cpu().clone() async for name, tensor in _each(weights)}
+    path = write_version(tensors, settings, version)
     await ray.get_actor(NAME).update_weights.remote(str(path), version)
     remove_others(path)
 
 
-def write_checkpoint(tensors: dict[str, torch.Tensor], settings: Settings, version: int) -> Path:
+def write_version(tensors: dict[str, torch.Tensor], settings: Settings, version: int) -> Path:
     """Write them with the configuration and the tokenizer of the model that training began with; the directory."""
-    from safetensors.torch import save_file
-
     final = settings.weights_dir / f"version-{version}"
     partial = final.with_suffix(".partial")
     partial.mkdir(parents=True)
-    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    for file in Path(settings.config().model.path).iterdir():
-        if file.suffix in DESCRIPTIONS and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, partial / file.name)
+    write_checkpoint(tensors, Path(settings.config().model.path), partial)
     return partial.rename(final)
 
 
