@@ -214,8 +214,7 @@ class _Line:
     intercept: float
 
     def at(self, x: NDArray[np.int64]) -> Floats:
-        values: Floats = self.intercept + self.slope * x
-        return values
+        return np.asarray(self.intercept + self.slope * x, dtype=np.float64)
 
 
 def _table(costs: Callable[[float, float], float], tokens: NDArray[np.int64], contexts: NDArray[np.int64]) -> Floats:
