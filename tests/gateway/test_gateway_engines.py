@@ -15,20 +15,19 @@ from typing import Any
 
 import aiohttp
 import pytest
-from openai import APIStatusError, AsyncOpenAI, OpenAI
+from openai import APIStatusError, OpenAI
+from openai_agent import TASK, client_of, session
 
 from prorsa.allocation import Allocation
 from prorsa.config import Config, parse_config
 from prorsa.gateway.serve import Served, serving
 from prorsa.lifecycle import Dropped, ToolStarted
 from prorsa.report.rundir import read_run
-from prorsa.rollout.tasks.arithmetic import ArithmeticTask
 
 pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[2]
 SESSIONS = 16
-TASK = ArithmeticTask()
 ATTEMPTS = 4
 
 
@@ -42,58 +41,6 @@ def config(**gateway: Any) -> Config:
             "gateway": {"port": 0, **gateway},
         }
     )
-
-
-def client_of(url: str) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
-
-
-async def session(client: AsyncOpenAI, number: int, stream: bool) -> list[Any]:
-    """A tool-using agent, as plain as they come: its messages, with the token ids of every answer."""
-    messages: list[Any] = list(TASK.questions("test", number + 1, 0)[number].messages)
-    said: list[Any] = []
-    for _ in range(6):
-        message, ids = await (streamed if stream else whole)(client, messages)
-        said.append((message, ids))
-        messages.append(message)
-        if not message.get("tool_calls"):
-            break
-        for call in message["tool_calls"]:
-            try:
-                result = str(eval(json.loads(call["function"]["arguments"])["code"].removeprefix("print"), {}))
-            except Exception as error:
-                result = type(error).__name__
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-    return [
-        (message["content"], [call["function"] for call in message.get("tool_calls", [])], ids) for message, ids in said
-    ]
-
-
-async def whole(client: AsyncOpenAI, messages: list[Any]) -> tuple[dict[str, Any], list[int]]:
-    answer = await client.chat.completions.create(
-        model="arithmetic", messages=messages, tools=list(TASK.tools), extra_body={"return_token_ids": True}
-    )
-    choice = answer.choices[0]
-    assert (choice.finish_reason == "tool_calls") == bool(choice.message.tool_calls)
-    return choice.message.model_dump(exclude_none=True) | {"content": choice.message.content or ""}, choice.token_ids
-
-
-async def streamed(client: AsyncOpenAI, messages: list[Any]) -> tuple[dict[str, Any], list[int]]:
-    stream = await client.chat.completions.create(
-        model="arithmetic",
-        messages=messages,
-        tools=list(TASK.tools),
-        stream=True,
-        extra_body={"return_token_ids": True},
-    )
-    content, calls, ids = "", [], []
-    async for chunk in stream:
-        delta = chunk.choices[0].delta
-        content += delta.content or ""
-        ids += chunk.choices[0].token_ids
-        calls += [call.model_dump(include={"id", "type", "function"}) for call in delta.tool_calls or []]
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    return message | ({"tool_calls": calls} if calls else {}), ids
 
 
 async def flipping(served: Served, done: asyncio.Event) -> None:
