@@ -25,6 +25,7 @@ from prorsa.forecast.durations import Floats
 from prorsa.forecast.forecast import Forecaster
 from prorsa.forecast.forecaster import LifecycleForecaster
 from prorsa.forecast.injection import FixedRate, GroupReplenishment, Injection, ReplaceOnReward
+from prorsa.forecast.survival import SurvivalForecaster
 from prorsa.rollout.episode import Bounds, Environment
 from prorsa.rollout.rewards.exact import ExactReward
 from prorsa.rollout.sandboxes.base import Sandboxes
@@ -144,6 +145,8 @@ def build_forecaster(
     kv_footprint: Callable[[Floats], Floats] = lambda tokens: tokens,
 ) -> Forecaster:
     """`prefill_tokens_per_s` and `kv_footprint` as `LifecycleForecaster` takes them."""
+    if kind == "survival":
+        return SurvivalForecaster(injection, prefill_tokens_per_s, kv_footprint)
     return LifecycleForecaster(injection, prefill_tokens_per_s, kv_footprint, decode_returns=kind == "decode-returns")
 
 

@@ -27,7 +27,7 @@ _SEXAGESIMAL_FREE = {
 }
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
-ForecastKind = Literal["paper", "decode-returns"]
+ForecastKind = Literal["paper", "decode-returns", "survival"]
 S = TypeVar("S", bound="Section")
 
 
@@ -112,7 +112,8 @@ class Policy(Section):
     """S: how far the forecast looks, and how often the manager decides (paper, 4.1.2)."""
     forecast: ForecastKind = "decode-returns"
     """`paper`: one step of each trajectory's lifecycle; `decode-returns`: the next requests of trajectories in DECODE too,
-    which the paper leaves out and which are most of the arrivals where turns are shorter than the horizon."""
+    which the paper leaves out and which are most of the arrivals where turns are shorter than the horizon; `survival`: all
+    steps that fit into the horizon, each given how far it has got (docs/forecast.md)."""
     prefill_tokens_per_s: Annotated[float, Field(gt=0)] = 8000.0
     """Profiled effective prefill speed of one instance, full-prompt tokens/s: theta until busy intervals are seen."""
 

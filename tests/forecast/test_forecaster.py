@@ -54,8 +54,8 @@ def sampler_story(injection, **how):
 )
 def test_equations_2_to_5(injection, launches):
     forecaster, story = sampler_story(injection)
-    assert forecaster.admission_rate == pytest.approx(0.8)
-    assert forecaster.dispatch_delay == pytest.approx(2.0)
+    assert forecaster.launches.admission_rate == pytest.approx(0.8)
+    assert forecaster.launches.dispatch_delay == pytest.approx(2.0)
     made = forecaster.forecast(story.snapshot(100.0), 10.0, ["p0"])
     assert made.sampler == pytest.approx(launches * 100)
     assert made.prefill_tokens == pytest.approx(launches * 100)
@@ -82,9 +82,9 @@ def test_no_launch_can_arrive_before_the_dispatch_delay():
 def test_the_dispatch_delay_assumes_a_prewarm_hit_where_there_ever_was_one():
     forecaster, story = teller(FixedRate(1.0))
     story.tell(*trajectory("cold", 0.0, dispatch=0.5, startup=20.0, mode=SandboxMode.COLD))
-    assert forecaster.dispatch_delay == pytest.approx(20.5)
+    assert forecaster.launches.dispatch_delay == pytest.approx(20.5)
     story.tell(*trajectory("warm", 0.0, dispatch=0.5, startup=1.0))
-    assert forecaster.dispatch_delay == pytest.approx(1.5)
+    assert forecaster.launches.dispatch_delay == pytest.approx(1.5)
 
 
 def test_synchronous_rollout_has_no_sampler():

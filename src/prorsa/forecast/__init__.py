@@ -5,6 +5,7 @@ from prorsa.forecast.forecast import Forecast, Forecaster
 from prorsa.forecast.forecaster import LifecycleForecaster
 from prorsa.forecast.injection import FixedRate, GroupReplenishment, Injection, ReplaceOnReward
 from prorsa.forecast.measure import Measured, WindowMeter, wape
+from prorsa.forecast.survival import SurvivalForecaster
 from prorsa.forecast.work import Work
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Measured",
     "Persistence",
     "ReplaceOnReward",
+    "SurvivalForecaster",
     "WindowMeter",
     "Work",
     "wape",

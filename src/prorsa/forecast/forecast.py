@@ -38,11 +38,24 @@ class Forecast:
     decode_kv: float
     """K_now: KV-cache footprint of the requests in DECODE."""
     from_decode: float = 0.0
-    """Predicted requests of trajectories that decode now, uncorrected; not in the paper, 0 without `decode_returns`."""
+    """Predicted requests of trajectories that decode now (and what else comes within the horizon), uncorrected; not in the
+    paper, whose forecaster says 0."""
     admission_bias: float = 1.0
     """Multiplies what the predicted requests add to `admitted_tokens` and `admitted_kv`."""
     admitted_backlog: float = 0.0
     """What the observed requests add to `admitted_tokens`."""
+    uncached_tokens: float = 0.0
+    """Of `prefill_tokens`, what has to be computed. This and what follows is 0 where the forecaster says nothing of it."""
+    prefill_sd: float = 0.0
+    """Standard deviation of what `prefill_tokens` will turn out to be."""
+    completed_turns: float = 0.0
+    """Turns that end within the horizon."""
+    kv_end: float = 0.0
+    """KV-cache footprint of the requests in DECODE at the end of the horizon."""
+    kv_peak: float = 0.0
+    """The most that it is expected to be on the way, now and the end included."""
+    kv_sd: float = 0.0
+    """Standard deviation of what `kv_end` will turn out to be."""
     work: Work | None = None
     """None where the forecaster does not look so closely."""
 

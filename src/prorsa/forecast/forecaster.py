@@ -19,20 +19,17 @@ from prorsa.forecast.correction import BiasCorrection
 from prorsa.forecast.durations import Durations, Floats, Running
 from prorsa.forecast.forecast import Forecast
 from prorsa.forecast.injection import Injection
+from prorsa.forecast.launches import Launches, elapsed
 from prorsa.forecast.lengths import PromptLengths
 from prorsa.forecast.measure import Measured, WindowMeter
 from prorsa.forecast.returns import DecodeReturns, never
 from prorsa.forecast.tools import ToolDurations
 from prorsa.lifecycle import events as e
-from prorsa.lifecycle.events import SandboxMode
 from prorsa.lifecycle.snapshot import MODES, Snapshot, Transition
 from prorsa.lifecycle.states import State
 
 SLICES = 8
 """The sampler's launches are placed in time by evaluating Eq. 2-4 at so many horizons up to H."""
-
-FORGET = 1 / 256
-"""Weight of the newest outcome in p_hat and of the newest delay in d_hat; a plain mean before the 256th."""
 
 
 class Arrivals(NamedTuple):
@@ -71,39 +68,21 @@ class LifecycleForecaster:
         capacity (default: tokens). `decode_returns` adds a source that the paper leaves out, see `forecast/returns.py`;
         it pays where a turn and its tool call are short beside the horizon.
         """
-        self._injection = injection
+        self.launches = Launches(injection)
         self._kv_footprint = kv_footprint
-        self._rewards: Backoff[Durations] = Backoff(Durations)
         self._startups: Backoff[Durations] = Backoff(Durations, widest=1)
         self._delays = Durations()
         self._tools = ToolDurations()
         self._returns = DecodeReturns() if decode_returns else None
         self._lengths = PromptLengths()
-        self._admission = Ema(FORGET, value=1.0)
-        self._prewarmed_delay = Ema(FORGET)
-        self._any_delay = Ema(FORGET)
         self._prefill_time = PrefillTime(prefill_tokens_per_s)
         self._correction = BiasCorrection()
         self._admission_correction = BiasCorrection()
         self._meter = WindowMeter()
 
-    @property
-    def admission_rate(self) -> float:
-        """p_hat (Eq. 3): the share of rewarded trajectories that are admitted to training; 1 until one was rewarded."""
-        return self._admission.value
-
-    @property
-    def dispatch_delay(self) -> float:
-        """d_hat, seconds from injection to the first request in READY, prewarm hit assumed.
-
-        Where no start was ever a prewarm hit it is the mean over all starts; 0 until one was seen.
-        """
-        return self._prewarmed_delay.value if self._prewarmed_delay.count else self._any_delay.value
-
     def observe(self, transition: Transition) -> None:
         self._meter.observe(transition)
-        if self._injection is not None:
-            self._injection.observe(transition)
+        self.launches.observe(transition)
         if self._returns is not None:
             self._returns.observe(transition)
         event = transition.event
@@ -116,9 +95,6 @@ class LifecycleForecaster:
             # The transition names the instance that prefilled, the event the one that decodes.
             joined = event.time - transition.elapsed
             self._prefill_time.finished(transition.instance, transition.tokens, joined, event.time)
-        elif isinstance(event, e.Done):
-            self._rewards.add((transition.task,), transition.elapsed)
-            self._admission.add(float(event.admitted))
 
     def caches_lost(self) -> None:
         """Of no consequence: all volumes are full prompt lengths."""
@@ -132,7 +108,7 @@ class LifecycleForecaster:
 
     def _correct(self, before: Forecast, measured: Measured) -> None:
         arrived, admitted = measured.arrived_tokens, measured.admitted_tokens
-        if self._injection is None:
+        if self.launches.injection is None:
             # Without a rule nothing is said of trajectories yet to be sampled, so what they bring is no residual.
             arrived -= measured.new_arrived_tokens
             admitted -= measured.new_admitted_tokens
@@ -142,11 +118,8 @@ class LifecycleForecaster:
 
     def _learn_start(self, transition: Transition) -> None:
         self._lengths.add_first(transition.task, transition.tokens)
-        delay = transition.event.time - transition.sampled_at
-        self._any_delay.add(delay)
-        self._delays.add(delay)
-        if transition.mode != SandboxMode.COLD:
-            self._prewarmed_delay.add(delay)
+        self.launches.started(transition)
+        self._delays.add(transition.event.time - transition.sampled_at)
         if transition.mode is not None:
             load = load_bucket(transition.concurrency)
             self._startups.add((transition.mode, transition.image, transition.node_class, load), transition.elapsed)
@@ -194,28 +167,17 @@ class LifecycleForecaster:
 
     def _sampler(self, snapshot: Snapshot, rows: NDArray[np.intp], horizon: float) -> Arrivals:
         """Eq. 2-5. The rule f is evaluated at `SLICES` horizons up to H; what each adds arrives amid its slice."""
-        delay = self.dispatch_delay
+        delay = self.launches.dispatch_delay
         effective = max(0.0, horizon - delay)
-        if self._injection is None or effective == 0.0:
+        if self.launches.injection is None or effective == 0.0:
             return _NOTHING
         horizons = effective * np.arange(1, SLICES + 1) / SLICES
-        passed = self.admission_rate * self._rewards_within(snapshot, rows, horizons)
-        launches = [self._injection.launches(*point) for point in zip(passed.tolist(), horizons.tolist(), strict=True)]
-        added = np.diff(launches, prepend=0.0)
+        added = np.diff(self.launches.within(snapshot, rows, horizons), prepend=0.0)
         # Many launches in one slice are many requests, not one long one: they spread over the instances.
         requests = np.maximum(np.ceil(added), 1).astype(np.intp)
         middle = snapshot.time + delay + horizons - effective / (2 * SLICES)
         weight = np.repeat(added / requests, requests)
         return Arrivals(np.repeat(middle, requests), weight, np.full(len(weight), self._lengths.first()))
-
-    def _rewards_within(self, snapshot: Snapshot, rows: NDArray[np.intp], horizons: Floats) -> Floats:
-        """The sum of q_i (Eq. 2) over `rows` for each of `horizons`."""
-        tasks = snapshot.names.tasks
-        classes, which = resolve(
-            [snapshot.task[rows]], lambda task: self._rewards.find((tasks[task],)), unknown=Durations()
-        )
-        running = Running(classes, which, _elapsed(snapshot, rows))
-        return np.array([running.ends_within(until).sum() for until in horizons.tolist()])
 
     def _startup(
         self, snapshot: Snapshot, sampled: NDArray[np.intp], starting: NDArray[np.intp], horizon: float
@@ -233,7 +195,7 @@ class LifecycleForecaster:
             return self._startups.find((MODES[mode], images[image], node_classes[node_class], load))
 
         columns = [mode, snapshot.image[rows], snapshot.node_class[rows], load]
-        running = Running(*resolve(columns, find, unknown=Durations()), _elapsed(snapshot, rows))
+        running = Running(*resolve(columns, find, unknown=Durations()), elapsed(snapshot, rows))
         probability, residual = running.arrivals_within(horizon)
         return Arrivals(snapshot.time + residual, probability, self._first_prompts(snapshot, rows))
 
@@ -253,8 +215,8 @@ class LifecycleForecaster:
             unknown=Ema(1.0, value=np.nan),
         )
         expected = np.array([durations.value for durations in classes])[which]
-        elapsed = _elapsed(snapshot, rows)
-        residual = np.where(np.isnan(expected), elapsed, np.maximum(expected - elapsed, 0.0))
+        taken = elapsed(snapshot, rows)
+        residual = np.where(np.isnan(expected), taken, np.maximum(expected - taken, 0.0))
         results, result = resolve(
             [task, tool], lambda task, tool: self._lengths.appended(tasks[task], tools[tool]), unknown=Ema(1.0)
         )
@@ -270,7 +232,7 @@ class LifecycleForecaster:
         classes, which = resolve(
             [task, snapshot.turn[rows]], lambda task, turn: find(tasks[task], turn), unknown=never()
         )
-        running = Running(classes, which, _elapsed(snapshot, rows))
+        running = Running(classes, which, elapsed(snapshot, rows))
         appended = np.array([self._lengths.appended_by_any(name) for name in tasks] or [0.0])
         probability, residual = running.arrivals_within(horizon)
         return Arrivals(snapshot.time + residual, probability, snapshot.tokens[rows] + appended[task])
@@ -317,10 +279,6 @@ class LifecycleForecaster:
 
     def _admitted(self, tokens: Floats, weight: Floats) -> Admitted:
         return Admitted(float(weight @ tokens), float(weight @ self._kv_footprint(tokens)))
-
-
-def _elapsed(snapshot: Snapshot, rows: NDArray[np.intp]) -> Floats:
-    return np.maximum(snapshot.time - snapshot.since[rows], 0.0)
 
 
 _NOTHING = Arrivals(np.zeros(0), np.zeros(0), np.zeros(0))

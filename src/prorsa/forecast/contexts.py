@@ -1,0 +1,88 @@
+"""What is known of each live trajectory beyond its row in a snapshot: where its turn began and what a cache has of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from prorsa.forecast.durations import Floats
+from prorsa.lifecycle import events as e
+from prorsa.lifecycle.snapshot import Transition
+from prorsa.lifecycle.states import State
+
+
+class Contexts:
+    """`observe` is O(1); nothing is kept of a trajectory that has ended, nor of a group without live members."""
+
+    def __init__(self) -> None:
+        self._starts: dict[str, int] = {}
+        self._cached: dict[str, int] = {}
+        self._prompts: set[str] = set()
+        """Groups whose first prompt has been prefilled: that of the other members is in a cache, too."""
+        self._members: dict[str, int] = {}
+        self.lost_at = -math.inf
+        """When all caches were lost for the last time, seconds: the time of the last event before it."""
+        self._now = -math.inf
+
+    def observe(self, transition: Transition) -> bool:
+        """Take a transition in, once what it was known for has been read. True: the last live one of its group has ended."""
+        event = transition.event
+        name = event.trajectory
+        self._now = event.time
+        if isinstance(event, e.Sampled):
+            self._members[event.group] = self._members.get(event.group, 0) + 1
+        elif isinstance(event, e.Ready):
+            self._starts[name] = event.tokens
+        elif isinstance(event, e.DecodeStarted):
+            self._cached[name] = transition.tokens
+            self._prompts.add(transition.group)
+        elif isinstance(event, e.ToolStarted):
+            self._cached[name] = event.tokens
+        elif isinstance(event, e.Requeued):
+            if transition.before is State.DECODE:
+                self._cached[name] = event.tokens
+        elif not transition.after.live:
+            return self._ended(name, transition.group)
+        return False
+
+    def caches_lost(self) -> None:
+        self._cached.clear()
+        self._prompts.clear()
+        self.lost_at = self._now
+
+    def start(self, trajectory: str) -> int:
+        """Tokens of the context with which the present turn began."""
+        return self._starts.get(trajectory, 0)
+
+    def starts(self, trajectories: Iterable[str]) -> Floats:
+        """`start` of each."""
+        return np.array([self._starts.get(name, 0) for name in trajectories], dtype=np.float64)
+
+    def cached(self, trajectory: str) -> int:
+        """Tokens of the context that are in a cache."""
+        return self._cached.get(trajectory, 0)
+
+    def has_prompt(self, group: str) -> bool:
+        """Whether the first prompt of the group is in a cache."""
+        return group in self._prompts
+
+    def uncached(self, trajectory: str, group: str, tokens: int) -> int:
+        """Of a prompt of `tokens`, how many have to be computed; one at least."""
+        cached = self._cached.get(trajectory)
+        if cached is None:
+            first = self._starts.get(trajectory, 0)
+            cached = first if group in self._prompts else 0
+        return max(tokens - cached, 1)
+
+    def _ended(self, trajectory: str, group: str) -> bool:
+        self._starts.pop(trajectory, None)
+        self._cached.pop(trajectory, None)
+        left = self._members.get(group, 0) - 1
+        if left > 0:
+            self._members[group] = left
+            return False
+        self._members.pop(group, None)
+        self._prompts.discard(group)
+        return True

@@ -1,0 +1,154 @@
+"""What the members of a group have in common: how long their turns are, and how many.
+
+The trajectories of a group answer one question, so their lengths go together: the intra-class correlation of the logarithm of
+their turns is 0.6 to 0.8. What is known of a group is shrunk towards nothing in proportion to how little that is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prorsa.forecast.backoff import Ema
+from prorsa.forecast.durations import Floats
+
+FORGET = 1 / 4096
+"""Weight of the newest value in a variance, and in a mean; a plain mean before the 4096th."""
+EXACT = 8
+"""Turns before this one are a class each; later ones share one up to the next `OCTAVE`-th of an octave."""
+OCTAVE = 4
+SHRINK = 4.0
+"""Turns of all indices together that the chance of one index is shrunk with."""
+FRAILTY = 1.0
+"""Shape (and rate) of the gamma distribution that the groups' inclination to end is taken to have."""
+
+
+class GroupLengths:
+    """How much longer than others of its class a group's values are, as a factor.
+
+    Logarithms, less the mean of their class, are e = group + rest. The covariance of e with the mean of those that the group
+    had before is the groups' part r of the variance; one with n values of mean m is expected at m * n r / (1 + (n - 1) r).
+    """
+
+    def __init__(self) -> None:
+        self._classes: dict[str, Ema] = {}
+        self._groups: dict[str, tuple[int, float]] = {}
+        """Number and sum of the group's e."""
+        self._shared, self._all = Ema(FORGET), Ema(FORGET)
+
+    def add(self, kind: str, group: str, value: float) -> float:
+        """A value of the class `kind`. Returns the factor that stood for the group before."""
+        mean = self._classes.get(kind)
+        if mean is None:
+            mean = self._classes[kind] = Ema(FORGET)
+        logarithm = math.log(max(value, 1e-9))
+        count, total = self._groups.get(group, (0, 0.0))
+        shift = self._shift(count, total)
+        if mean.count:
+            own = logarithm - mean.value
+            self._all.add(own * own)
+            if count:
+                self._shared.add(own * total / count)
+            self._groups[group] = (count + 1, total + own)
+        mean.add(logarithm)
+        return math.exp(shift)
+
+    def factors(self, groups: Sequence[str]) -> Floats:
+        """Of each group."""
+        nothing = (0, 0.0)
+        known = np.array([self._groups.get(group, nothing) for group in groups], dtype=np.float64).reshape(-1, 2)
+        share = self.share
+        factors: Floats = np.exp(known[:, 1] * share / (1.0 + (known[:, 0] - 1.0) * share))
+        return factors
+
+    @property
+    def share(self) -> float:
+        """r, the part of the variance that is between groups, in [0, 0.95]."""
+        return min(max(self._shared.value / self._all.value, 0.0), 0.95) if self._all.value > 0.0 else 0.0
+
+    def forget(self, group: str) -> None:
+        """None of it is live any more."""
+        self._groups.pop(group, None)
+
+    def _shift(self, count: int, total: float) -> float:
+        share = self.share
+        return total * share / (1.0 + (count - 1.0) * share) if count else 0.0
+
+
+class _Task:
+    def __init__(self) -> None:
+        size = EXACT + 20 * OCTAVE
+        self.turns = [0.0] * size
+        """Turns of each class that have ended, each with the inclination of its group."""
+        self.last = [0.0] * size
+        """Of these, those that were the last of their trajectory."""
+        self.all_turns = self.all_last = 0.0
+
+    def chance(self, place: int) -> float:
+        overall = (self.all_last + 0.5) / (self.all_turns + 2.0)
+        return min((self.last[place] + SHRINK * overall) / (self.turns[place] + SHRINK), 0.999)
+
+
+class Endings:
+    """The chance that a turn is its trajectory's last, by task, turn index and group.
+
+    Every turn that ends is a trial, so that it does not matter that the short trajectories end first. The odds that a group
+    ends early are a factor z on the hazard (a gamma frailty): with d ends where c were to be expected, z = (a + d) / (a + c).
+    """
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, _Task] = {}
+        self._groups: dict[str, tuple[float, float]] = {}
+        """Ends that the group had, and that were to be expected."""
+
+    def add(self, task: str, group: str, turn: int, last: bool) -> None:
+        """Turn `turn`, counted from 0, of a trajectory has ended."""
+        counts = self._tasks.get(task)
+        if counts is None:
+            counts = self._tasks[task] = _Task()
+        ended, expected = self._groups.get(group, (0.0, 0.0))
+        inclination = (FRAILTY + ended) / (FRAILTY + expected)
+        place = _place(turn)
+        counts.turns[place] += inclination
+        counts.all_turns += 1.0
+        if last:
+            counts.last[place] += 1.0
+            counts.all_last += 1.0
+        self._groups[group] = (ended + last, expected - math.log1p(-counts.chance(place)))
+
+    def chances(
+        self,
+        tasks: Sequence[str],
+        groups: Sequence[str],
+        task: NDArray[np.int32],
+        group: NDArray[np.int32],
+        turn: NDArray[np.int32],
+    ) -> Floats:
+        """Of each row, by its codes in `tasks` and `groups`; 0 for a task of which no turn has ended."""
+        size = EXACT + 20 * OCTAVE
+        table = np.zeros((max(len(tasks), 1), size))
+        for code, name in enumerate(tasks):
+            counts = self._tasks.get(name)
+            if counts is not None:
+                table[code] = [counts.chance(place) for place in range(size)]
+        nothing = (0.0, 0.0)
+        known = np.array([self._groups.get(name, nothing) for name in groups], dtype=np.float64).reshape(-1, 2)
+        inclination = (FRAILTY + known[:, 0]) / (FRAILTY + known[:, 1])
+        chances: Floats = 1.0 - (1.0 - table[task, _places(turn)]) ** inclination[group]
+        return chances
+
+    def forget(self, group: str) -> None:
+        """None of it is live any more."""
+        self._groups.pop(group, None)
+
+
+def _place(turn: int) -> int:
+    return turn if turn < EXACT else EXACT + min(int(OCTAVE * math.log2(turn / EXACT)), 20 * OCTAVE - 1)
+
+
+def _places(turn: NDArray[np.int32]) -> NDArray[np.intp]:
+    late = EXACT + np.minimum(OCTAVE * np.log2(np.maximum(turn, EXACT) / EXACT), 20 * OCTAVE - 1).astype(np.intp)
+    return np.where(turn < EXACT, turn, late)
