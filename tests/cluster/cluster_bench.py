@@ -10,7 +10,7 @@ from typing import Any
 
 from fake_engine import STOP, FakeEngine, FakeRestarter, World, reference
 
-from prorsa.allocation import Allocation, Policy, PrefillSpeed, Situation
+from prorsa.allocation import Allocation, Moment, Policy, PrefillSpeed, Situation
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.manager import HealthLimits
@@ -104,6 +104,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 class Keep(Policy):
     """A policy that is content with what there is."""
+
+    moments = frozenset({Moment.GRID})
 
     def decide(self, situation: Situation) -> Allocation | None:
         return situation.current

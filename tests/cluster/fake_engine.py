@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prorsa.engines.protocol import (
+    ALL_ROLES,
     Bootstrap,
     Chunk,
     EngineBusy,
@@ -114,6 +115,7 @@ class FakeEngine:
         self.name = name
         self.bootstrap_host = name
         self.bootstrap_port = 1
+        self.roles = ALL_ROLES
         self.world = world
         self.role = role
         self.version = version

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 from cluster_bench import Bench, in_virtual_time, until
 
-from prorsa.allocation import Adaptive, Allocation, Colocated, Policy, Situation
+from prorsa.allocation import Adaptive, Allocation, Colocated, Moment, Policy, Situation, Static
+from prorsa.cluster.instances import InstanceState
 from prorsa.cluster.observers import replay
-from prorsa.engines.protocol import Role
+from prorsa.engines.protocol import EngineError, Role
 from prorsa.forecast import Forecast, LifecycleForecaster
 from prorsa.lifecycle import Snapshot, State, Transition
 from prorsa.lifecycle.events import Sampled
@@ -21,7 +22,9 @@ ADAPTIVE = Adaptive(1, 1, 4)
 class Scripted(Policy):
     """Answers the given targets in turn, then keeps the last."""
 
-    def __init__(self, *targets: tuple[int, int]) -> None:
+    moments = frozenset({Moment.GRID})
+
+    def __init__(self, *targets: tuple[int, ...]) -> None:
         self.targets = [Allocation(*target) for target in targets]
 
     def decide(self, situation: Situation) -> Allocation | None:
@@ -30,10 +33,10 @@ class Scripted(Policy):
 
 @in_virtual_time
 async def test_decisions_keep_to_the_grid_also_when_a_flip_takes_longer() -> None:
-    """S = 1 s; the first flip takes 2.5 s, so the decisions at 2 and 3 s are skipped."""
+    """S = 1 s; the first flip takes 2.5 s, so those at 2 and 3 s are made up for by one at 3.5 s."""
     async with Bench("PPD", Scripted((1, 2), (1, 2)), flip_s=2.5) as bench:
         await asyncio.sleep(6.5)
-        assert [decision.time for decision in bench.control.decisions] == pytest.approx([1, 4, 5, 6])
+        assert [decision.time for decision in bench.control.decisions] == pytest.approx([1, 3.5, 4, 5, 6])
         assert bench.roles() == "DPD"
 
 
@@ -194,6 +197,143 @@ async def test_a_dead_instance_comes_back_in_the_role_that_is_wanted() -> None:
         bench.control.router.bury(bench.control.fleet["e3"], "test")
         await until(lambda: "." not in bench.roles() and asyncio.get_running_loop().time() > 3.0)
         assert bench.restarter.restarted == [("e3", Role.PREFILL)]
+
+
+@pytest.mark.parametrize(
+    ("target", "died", "wanted"),
+    [
+        ((1, 1, 2), "M", Role.MIXED),
+        ((1, 1, 2), "D", Role.DECODE),
+        ((0, 0, 4), "D", Role.MIXED),
+        ((1, 3, 0), "M", Role.DECODE),
+    ],
+)
+@in_virtual_time
+async def test_a_dead_instance_is_wanted_as_what_there_are_too_few_of(
+    target: tuple[int, int, int], died: str, wanted: Role
+) -> None:
+    """In service are the other three of 1:1 + 2 mixed; its own role comes first, then the one that lacks most."""
+    roles = "PDMM"
+    async with Bench(roles, Scripted((1, 1, 2))) as bench:
+        await asyncio.sleep(1.5)
+        bench.control.manager._policy = Scripted(target)
+        victim = bench.control.fleet[f"e{roles.index(died)}"]
+        bench.control.fleet.move(victim, InstanceState.DRAINING)
+        assert bench.control.manager.wanted_role(victim) is wanted
+        bench.control.fleet.move(victim, InstanceState.ROUTED)
+
+
+class AtMoments(Policy):
+    """Keeps the roles on the grid, and answers other moments with targets of their own."""
+
+    def __init__(self, **targets: tuple[int, ...]) -> None:
+        self.targets = {Moment(name): Allocation(*target) for name, target in targets.items()}
+
+    def decide(self, situation: Situation) -> Allocation | None:
+        return self.targets.get(situation.moment, situation.current)
+
+
+def moments(bench: Bench) -> list[tuple[float, Moment]]:
+    decisions = bench.control.decisions
+    return [(decision.time, decision.moment) for decision in decisions if decision.moment is not Moment.GRID]
+
+
+@in_virtual_time
+async def test_a_sync_is_decided_before_generation_resumes_and_its_flips_disturb_nobody() -> None:
+    """From 0.3 s on the update takes 1 s and the flips 0.5 s: until 1.8 s the other two serve, no request is cancelled."""
+    async with Bench("PPDD", AtMoments(sync=(1, 3)), update_s=1.0) as bench:
+        turns = bench.trajectories(6, budget=400)
+        await asyncio.sleep(0.3)
+        await bench.control.update_weights("/weights", 1)
+        (decision,) = [decision for decision in bench.control.decisions if decision.moment is Moment.SYNC]
+        assert decision.time == pytest.approx(1.3, abs=0.02)
+        assert decision.current == Allocation(2, 2)
+        assert decision.states[State.READY] == sum(decision.states.values()) > 3
+        assert bench.roles() == ".PDD"
+        await asyncio.sleep(0.4)
+        assert bench.roles() == ".PDD"
+        assert bench.control.router.live > 0
+        await until(lambda: bench.roles() == "DPDD")
+        (flip,) = bench.control.flips
+        assert (flip.time, flip.cancelled, flip.drain_s) == (decision.time, 0, 0.0)
+        assert asyncio.get_running_loop().time() == pytest.approx(decision.time + 0.5, abs=0.01)
+        assert not bench.control.switcher.lock.locked()
+        await asyncio.gather(*turns)
+        assert {turn.attempts for turn in bench.notes.turns} <= {1, 2}
+
+
+@in_virtual_time
+async def test_at_a_sync_all_instances_may_flip_at_once() -> None:
+    async with Bench("PD", AtMoments(sync=(0, 0, 2))) as bench:
+        turns = bench.trajectories(4, budget=300)
+        await asyncio.sleep(0.5)
+        await bench.control.pause()
+        await bench.control.update_weights("/weights", 1)
+        assert bench.roles() == "PD"
+        bench.control.resume()
+        assert bench.roles() == ".."
+        await until(lambda: bench.roles() == "MM")
+        await asyncio.gather(*turns)
+        await bench.control.pause()
+        bench.control.resume()
+        assert [moment for _, moment in moments(bench)].count(Moment.SYNC) == 1
+
+
+@in_virtual_time
+async def test_a_weight_update_that_reaches_nobody_is_no_sync() -> None:
+    async with Bench("PD", AtMoments(sync=(0, 0, 2))) as bench:
+        bench.engine("e0").update_fault = bench.engine("e1").update_fault = "fail"
+        with pytest.raises(EngineError):
+            await bench.control.update_weights("/weights", 1)
+        assert moments(bench) == []
+        assert not bench.control.switcher.lock.locked()
+
+
+@in_virtual_time
+async def test_a_start_is_decided_once_when_all_that_were_launched_are_in() -> None:
+    async with Bench("PPDD", AtMoments(start=(3, 1))) as bench:
+        await asyncio.sleep(0.25)
+        await asyncio.gather(*bench.trajectories(50))
+        assert moments(bench) == [(0.25, Moment.START)]
+        (decision,) = [decision for decision in bench.control.decisions if decision.moment is Moment.START]
+        assert sum(decision.states.values()) == 50
+        assert bench.roles().count("P") == 3
+        begun = asyncio.get_running_loop().time()
+        await asyncio.gather(*(bench.trajectory(f"later-{index}") for index in range(3)))
+        assert moments(bench) == [(0.25, Moment.START), (begun, Moment.START)]
+
+
+@in_virtual_time
+async def test_a_start_during_flips_is_decided_when_they_are_made() -> None:
+    async with Bench("PPDD", AtMoments(sync=(1, 3), start=(2, 2))) as bench:
+        await bench.control.update_weights("/weights", 1)
+        await asyncio.gather(*bench.trajectories(3))
+        # 1 s of update, 0.5 s of flips.
+        assert moments(bench) == [(1.0, Moment.SYNC), (1.5, Moment.START)]
+
+
+@pytest.mark.parametrize("policy", [ADAPTIVE, Static(2, 2), Colocated()])
+@in_virtual_time
+async def test_policies_that_look_at_the_grid_alone_are_not_asked_at_other_moments(policy: Policy) -> None:
+    async with Bench("PPDD", policy) as bench:
+        turns = bench.trajectories(4, budget=300)
+        await asyncio.sleep(1.5)
+        await bench.control.update_weights("/weights", 1)
+        await asyncio.gather(*turns)
+        assert {decision.moment for decision in bench.control.decisions} == {Moment.GRID}
+
+
+@in_virtual_time
+async def test_a_policy_that_fails_at_a_sync_leaves_the_roles_and_the_run_alone() -> None:
+    bench = Bench("PPDD", AtMoments())
+    await bench.control.start()
+    bench.policy.decide = lambda situation: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    turns = bench.trajectories(4, budget=50)
+    await bench.control.update_weights("/weights", 1)
+    await asyncio.gather(*turns)
+    assert bench.control.status().errors == ("decision: division by zero",)
+    with pytest.raises(ExceptionGroup):
+        await bench.control.stop()
 
 
 @in_virtual_time

@@ -91,11 +91,12 @@ async def undisturbed(control: ControlPlane, launcher: EmbeddedLauncher) -> None
 
 
 async def flips(control: ControlPlane, launcher: EmbeddedLauncher) -> None:
-    for share, target in ((0.1, Allocation(3, 1)), (0.3, Allocation(1, 3)), (0.5, Allocation(2, 2))):
+    targets = Allocation(3, 1), Allocation(1, 3), Allocation(1, 1, 2), Allocation(0, 0, 4), Allocation(2, 2)
+    for share, target in zip((0.1, 0.25, 0.4, 0.55, 0.7), targets, strict=True):
         await generated(control, share)
         await control.switcher.apply(target)
         assert control.fleet.in_service == target
-    assert [flip.failure for flip in control.flips] == [None] * 4
+    assert [flip.failure for flip in control.flips] == [None] * (1 + 2 + 2 + 2 + 4)
 
 
 async def deaths(control: ControlPlane, launcher: EmbeddedLauncher) -> None:

@@ -50,6 +50,51 @@ async def test_mixed_instances_serve_both_stages_and_share_the_work() -> None:
     cluster.check_nothing_left()
 
 
+@pytest.mark.parametrize(
+    ("outstanding", "decoding", "expected"),
+    [
+        # Prompt tokens that wait for p0 and m0, KV tokens reserved on d0 and m0: the shorter wait, then the emptier cache.
+        ((100, 30), (0, 50), "m0"),
+        ((30, 100), (50, 0), "p0"),
+        ((0, 0), (60, 50), "m0"),
+        ((0, 0), (50, 60), "p0"),
+    ],
+)
+@in_virtual_time
+async def test_a_turn_goes_over_a_pair_or_through_a_mixed_instance_by_load(
+    outstanding: tuple[int, int], decoding: tuple[int, int], expected: str
+) -> None:
+    cluster = Cluster("PDM")
+    for names, tokens in ((("p0", "m0"), outstanding), (("d0", "m0"), decoding)):
+        for name, count in zip(names, tokens, strict=True):
+            (cluster.fleet[name].begin_prefill if tokens is outstanding else cluster.fleet[name].begin_decode)(
+                "x", count
+            )
+    await cluster.generate(ask())
+    assert next(name for name, engine in cluster.engines.items() if engine.served) == expected
+
+
+@in_virtual_time
+async def test_a_turn_waits_where_its_prefix_is_as_long_as_a_prefill_anew_would_take() -> None:
+    cluster = Cluster("PDM")
+    cluster.fleet["p0"].begin_prefill("x", 1)
+    await cluster.generate(ask())
+    cluster.fleet["p0"].end_prefill("x")
+    cluster.apply(ToolStarted(asyncio.get_running_loop().time(), "t", "python", 43))
+    cluster.fleet["m0"].begin_prefill("x", 49)
+    await cluster.router.generate(ask(turn=1, prompt=(5,) * 50))
+    assert [turn.instances for turn in cluster.turns] == [(("m0", "m0"),), (("m0", "m0"),)]
+
+
+@in_virtual_time
+async def test_a_full_mixed_instance_leaves_turns_to_the_pairs_and_the_other_way_round() -> None:
+    cluster = Cluster("PDM", Limits(prefill_slots=1))
+    requests = [ask(f"t{i}", prompt=(i,)) for i in range(2)]
+    await asyncio.gather(*map(cluster.generate, requests))
+    assert {turn.instances[0] for turn in cluster.turns} == {("p0", "d0"), ("m0", "m0")}
+    cluster.check_nothing_left()
+
+
 @in_virtual_time
 async def test_a_turn_of_an_unknown_trajectory_is_refused_and_leaves_nothing() -> None:
     cluster = Cluster()

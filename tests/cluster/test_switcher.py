@@ -4,12 +4,16 @@ import asyncio
 
 import pytest
 from cluster_bench import Bench, in_virtual_time, until
+from fake_engine import FakeEngine, World
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prorsa.allocation import Allocation
-from prorsa.cluster.instances import InstanceState
+from prorsa.cluster.flips import allocation_of, next_wave, serves
+from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.observers import Flip
 from prorsa.cluster.switcher import FlipRefused
-from prorsa.engines.protocol import Role
+from prorsa.engines.protocol import SPLIT_ROLES, Role
 
 
 async def busy(bench: Bench, count: int = 12) -> list[asyncio.Task[object]]:
@@ -155,26 +159,90 @@ async def test_the_least_loaded_instances_are_flipped() -> None:
         ("PD", (1, 1), "PD"),
         ("PPPP", (2, 2), "DDPP"),
         ("PPDD", (4, 0), "PPPD"),
+        ("PPDD", (1, 1, 2), "MPMD"),
+        ("MMMM", (2, 1, 1), "PPDM"),
+        ("PMD", (0, 0, 3), "MMM"),
+        # In two waves: those that have to serve meanwhile wait for the others.
+        ("PPD", (0, 0, 3), "MMM"),
+        ("MMM", (1, 2, 0), "PDD"),
+        ("PPM", (1, 2, 0), "DPD"),
+        # Nothing would be served while one of the two flips.
+        ("PD", (0, 0, 2), "PD"),
+        ("MM", (1, 1, 0), "MM"),
     ],
 )
 @in_virtual_time
-async def test_an_allocation_is_reached_with_both_roles_in_service_all_the_time(
-    start: str, target: tuple[int, int], after: str
+async def test_an_allocation_is_reached_while_the_routed_instances_serve_all_the_time(
+    start: str, target: tuple[int, ...], after: str
 ) -> None:
     async with Bench(start) as bench:
-        emptied: set[Role] = set()
-
-        def watch(_: object) -> None:
-            for role in (Role.PREFILL, Role.DECODE):
-                if role.value[0].upper() in start and not bench.control.fleet.pool(role):
-                    emptied.add(role)
-
-        bench.control.fleet.watchers.append(watch)
-        turns = bench.trajectories(8) if "D" in start else []
-        await bench.control.switcher.apply(Allocation(*target))
+        served: list[bool] = []
+        bench.control.fleet.watchers.append(lambda _: served.append(serves(bench.control.fleet.in_service)))
+        turns = bench.trajectories(8) if serves(bench.control.fleet.in_service) else []
+        flips = await bench.control.switcher.apply(Allocation(*target))
         assert bench.roles() == after
-        assert emptied == set()
+        assert len(flips) == sum(one != other for one, other in zip(start, after, strict=True))
+        assert all(served) or not turns
         await asyncio.gather(*turns)
+
+
+ROLE_LISTS = st.lists(st.sampled_from(Role), min_size=1, max_size=9)
+
+
+@given(ROLE_LISTS, ROLE_LISTS, st.data())
+def test_waves_serve_all_along_and_reach_what_serves_by_the_fewest_flips(
+    before: list[Role], wanted: list[Role], data: st.DataObject
+) -> None:
+    fleet, target = Fleet(), allocation_of(wanted)
+    for index, role in enumerate(before):
+        fleet.add(Instance(FakeEngine(f"e{index}", World(), role), role, 1000))
+        list(fleet)[-1].begin_decode("r", data.draw(st.integers(0, 100)))
+    start, served, flips = fleet.in_service, serves(fleet.in_service), 0
+    while wave := next_wave(fleet, target):
+        for instance, _ in wave:
+            fleet.move(instance, InstanceState.DRAINING)
+        assert serves(fleet.in_service) or not serves(start)
+        for instance, role in wave:
+            fleet.move(instance, InstanceState.ROUTED, role)
+        flips += len(wave)
+    surplus = sum(max(0, getattr(start, role) - getattr(target, role)) for role in Role)
+    lack = sum(max(0, getattr(target, role) - getattr(start, role)) for role in Role)
+    assert flips <= min(surplus, lack)
+    whole = all((one.prefill > 0) == (one.decode > 0) for one in (start, target))
+    if len(before) == len(wanted) and (not served or (whole and len(before) > 2)):
+        assert fleet.in_service == target
+        assert flips == surplus
+
+
+def test_the_least_loaded_go_first_and_only_to_roles_that_their_engines_can_have() -> None:
+    fleet = Fleet()
+    for index, load in enumerate((30, 10, 20, 0)):
+        fleet.add(Instance(FakeEngine(f"e{index}", World(), Role.DECODE), Role.DECODE, 1000))
+        list(fleet)[-1].begin_decode("r", load)
+    fleet.add(Instance(FakeEngine("e4", World(), Role.PREFILL), Role.PREFILL, 1000))
+    fleet["e3"].engine.roles = SPLIT_ROLES  # type: ignore[misc]
+    wave = next_wave(fleet, Allocation(1, 1, 3))
+    assert [(instance.name, role) for instance, role in wave] == [("e1", Role.MIXED), ("e2", Role.MIXED)]
+    wave = next_wave(fleet, Allocation(3, 2, 0))
+    assert [(instance.name, role) for instance, role in wave] == [("e3", Role.PREFILL), ("e1", Role.PREFILL)]
+
+
+@in_virtual_time
+async def test_a_flip_to_a_role_that_the_engine_cannot_have_is_refused() -> None:
+    async with Bench("PDD") as bench:
+        bench.engine("e1").roles = SPLIT_ROLES
+        with pytest.raises(FlipRefused, match="e1: its engine cannot become mixed without a restart"):
+            await bench.control.switcher.flip("e1", Role.MIXED)
+        assert await bench.control.switcher.apply(Allocation(1, 1, 1)) == []
+
+
+@in_virtual_time
+async def test_a_mixed_instance_serves_while_the_last_of_a_role_flips() -> None:
+    async with Bench("PMD") as bench:
+        turns = await busy(bench)
+        assert (await bench.control.switcher.flip("e0", Role.MIXED)).failure is None
+        await asyncio.gather(*turns)
+        assert bench.roles() == "MMD"
 
 
 @in_virtual_time

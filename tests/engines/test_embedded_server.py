@@ -15,7 +15,7 @@ from prorsa.engines.embedded import kv_store
 from prorsa.engines.embedded.core import EngineCore, block_hashes
 from prorsa.engines.embedded.kv_store import Blocks, StoreClient, StoreConnection
 from prorsa.engines.embedded.server import EngineServer
-from prorsa.engines.protocol import FinishReason, Role
+from prorsa.engines.protocol import ALL_ROLES, EngineError, FinishReason, Role
 from prorsa.engines.sglang import SGLangEngine
 
 
@@ -31,7 +31,7 @@ async def serving(checkpoint: Path, blocks: Blocks) -> AsyncIterator[SGLangEngin
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     stepping = asyncio.create_task(server.run())
-    engine = SGLangEngine("e0", f"http://127.0.0.1:{runner.addresses[0][1]}", "127.0.0.1", 0)
+    engine = SGLangEngine("e0", f"http://127.0.0.1:{runner.addresses[0][1]}", "127.0.0.1", 0, roles=ALL_ROLES)
     try:
         async with asyncio.timeout(20):
             yield engine
@@ -68,6 +68,23 @@ def test_an_aborted_request_is_in_the_store_before_its_end_is_told(
             hashes = block_hashes((asked.input_ids + tuple(told.tokens))[:-1], 0, BLOCK_TOKENS)
             assert len(hashes) >= 8
             assert len(blocks.longest_run(hashes)) == len(hashes)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_an_engine_that_was_of_another_role_is_mixed_again_with_its_cache(checkpoint: Path, role: Role) -> None:
+    async def main() -> None:
+        async with serving(checkpoint, Blocks(1000)) as engine:
+            before = leg([chunk async for chunk in engine.generate(request(prompt(100), greedy(20)))])
+            await engine.switch_role(role)
+            with pytest.raises(EngineError, match=f"this is a {role} engine"):
+                async for _ in engine.generate(request(prompt(100), greedy(20))):
+                    pass
+            await engine.switch_role(Role.MIXED)
+            after = leg([chunk async for chunk in engine.generate(request(prompt(100), greedy(20)))])
+            assert after.tokens == before.tokens
+            assert (before.cached_tokens, after.cached_tokens) == (0, 96)
 
     asyncio.run(main())
 

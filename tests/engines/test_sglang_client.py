@@ -333,6 +333,17 @@ def switch_answer(success: bool, message: str, old: str = "prefill", new: str = 
     return {"success": success, "message": message, "old_role": old, "new_role": new, "safe_to_restore": False}
 
 
+def test_an_engine_that_splits_the_stages_refuses_to_become_mixed_and_is_not_even_asked() -> None:
+    async def check(fake: FakeSGLang, engine: SGLangEngine) -> None:
+        with pytest.raises(
+            EngineError, match="asked to become mixed; without a restart it can only be decode or"
+        ):
+            await engine.switch_role(Role.MIXED)
+        assert fake.asked == []
+
+    with_fake(check)
+
+
 def test_switching_roles() -> None:
     async def test(fake: FakeSGLang, engine: SGLangEngine) -> None:
         fake.answers["/pd_role_switch"] = (200, switch_answer(True, "ok"))

@@ -15,7 +15,7 @@ import aiohttp
 from prorsa.allocation import Allocation, Policy, PrefillSpeed, Situation
 from prorsa.cluster.control import ControlPlane
 from prorsa.config import Config, parse_config
-from prorsa.engines.protocol import Chunk, EngineBusy, EngineInfo, FinishReason, GenerateRequest, Load, Role
+from prorsa.engines.protocol import ALL_ROLES, Chunk, EngineBusy, EngineInfo, FinishReason, GenerateRequest, Load, Role
 from prorsa.forecast import LifecycleForecaster
 from prorsa.gateway.live import LiveView
 from prorsa.gateway.metrics import Metrics
@@ -68,6 +68,7 @@ class ScriptedEngine:
     """Of any role. The prefill leg ends at once; the decode leg gives a token every `token_s` seconds."""
 
     bootstrap_host, bootstrap_port = "h", 1
+    roles = ALL_ROLES
 
     def __init__(self, name: str, role: Role, script: Script, token_s: float) -> None:
         self.name = name

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from simulated_bench import ROLES, Scripts, SimulatedBench, prompt_of, tiny
 
-from prorsa.allocation import Allocation
+from prorsa.allocation import Allocation, Handling
 from prorsa.cluster.turns import TurnFailed
 from prorsa.engines.protocol import (
     Bootstrap,
@@ -413,6 +413,24 @@ def test_a_flip_cancels_what_runs_and_keeps_every_turn(profile: Profile) -> None
     run(main())
 
 
+def test_roles_that_become_mixed_and_back_keep_every_turn(profile: Profile) -> None:
+    async def main() -> None:
+        async with SimulatedBench("PDDD", profile, prefill_every=4) as bench:
+            callers = [asyncio.create_task(bench.trajectory(number)) for number in range(40)]
+            for prefill, decode, mixed in ((1, 1, 2), (0, 0, 4), (2, 2, 0)):
+                await asyncio.sleep(0.6)
+                flips = await bench.control.switcher.apply(Allocation(prefill, decode, mixed))
+                assert {flip.failure for flip in flips} == {None}
+                cadences = {(engine.core.role, engine.core.prefill_every) for engine in bench.cluster.engines.values()}
+                assert cadences <= {(Role.PREFILL, 0), (Role.DECODE, 0), (Role.MIXED, 4)}
+                assert bench.control.fleet.in_service == Allocation(prefill, decode, mixed)
+            await asyncio.gather(*callers)
+            assert bench.turns == 160
+            assert bench.control.status().resends > 0
+
+    run(main())
+
+
 def test_many_trajectories_over_many_ranks_with_faults_all_along(profile: Profile) -> None:
     wide = profile.model_copy(update={"ranks": 8, "gpus": 8})
 
@@ -449,6 +467,11 @@ def test_without_any_engine_of_a_role_turns_fail_in_the_end(profile: Profile) ->
 
 
 TRAJECTORIES = 40
+TARGETS = (
+    *(Allocation(prefill, 5 - prefill) for prefill in range(1, 5)),
+    *(Allocation(prefill, 5 - prefill - mixed, mixed) for mixed in range(1, 4) for prefill in range(1, 5 - mixed)),
+    Allocation(0, 0, 5),
+)
 ACTS = ("kill", "break streams", "refuse", "flip fails", "drain", "flip", "update weights", "cancel a caller", "check")
 
 
@@ -485,8 +508,9 @@ class Rollout:
             case "drain":
                 self.background.append(asyncio.create_task(control.router.drain(control.fleet[name], "test")))
             case "flip":
-                prefill = 1 + act.number % 4
-                self.background.append(asyncio.create_task(control.switcher.apply(Allocation(prefill, 5 - prefill))))
+                handling = Handling(patience=act.number % 3 * 0.2, even_out=act.number % 2 == 0)
+                target = TARGETS[act.number % len(TARGETS)]
+                self.background.append(asyncio.create_task(control.switcher.apply(target, handling)))
             case "update weights":
                 self.version += 1
                 self.background.append(asyncio.create_task(self.update(self.version)))

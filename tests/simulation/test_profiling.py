@@ -17,6 +17,7 @@ from prorsa.config import ConfigError
 from prorsa.engines.embedded.core import EngineCore
 from prorsa.engines.launcher import EmbeddedLauncher
 from prorsa.engines.protocol import (
+    ALL_ROLES,
     Chunk,
     Engine,
     EngineBusy,
@@ -61,6 +62,10 @@ class World:
     caching: bool = True
     decode_request_s: float = 0.0
     handover_steps: int = 0
+    overlap: bool = False
+    """Whether what a step has made is told only when the next one is done."""
+    pipe_s: float = 0.0
+    """From the step that makes a token to its reader, while the engine goes on."""
     stored: set[tuple[int, ...]] = field(default_factory=set)
     handovers: dict[int, asyncio.Future[FakeEngine]] = field(default_factory=dict)
     """room -> the decode engine, once it is there."""
@@ -73,12 +78,12 @@ class Job:
     chunks: asyncio.Queue[Chunk] = field(default_factory=asyncio.Queue)
     cached: int = 0
 
-    def emit(self) -> bool:
-        """One token; whether there are more to come."""
-        self.generated += 1
-        last = self.generated == self.request.sampling.max_new_tokens
-        self.chunks.put_nowait(Chunk((1,), (0.0,), 0, self.cached, FinishReason.LENGTH if last else None))
-        return not last
+    @property
+    def ended(self) -> bool:
+        return self.generated == self.request.sampling.max_new_tokens
+
+    def chunk(self) -> Chunk:
+        return Chunk((1,), (0.0,), 0, self.cached, FinishReason.LENGTH if self.ended else None)
 
 
 class FakeEngine:
@@ -86,6 +91,7 @@ class FakeEngine:
 
     bootstrap_host = "fake"
     bootstrap_port = 1
+    roles = ALL_ROLES
 
     def __init__(self, name: str, role: Role, world: World, kv_tokens: int = 2048, slots: int = 64) -> None:
         self.name = name
@@ -97,6 +103,7 @@ class FakeEngine:
         self._cache: set[tuple[int, ...]] = set()
         self._queue: list[Job] = []
         self._running: list[Job] = []
+        self._untold: list[tuple[Job, Chunk]] = []
         self._work = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
         self._sending: list[asyncio.Task[None]] = []
@@ -137,15 +144,30 @@ class FakeEngine:
 
     async def _steps(self) -> None:
         while True:
+            made, self._untold = self._untold, []
             if self._queue and len(self._running) < self._slots:
                 await self._prefill(self._queue.pop(0))
             elif self._running:
                 seconds, self._joining_s = self._step_s() + self._joining_s, 0.0
                 await asyncio.sleep(seconds)
-                self._running = [job for job in self._running if job.emit()]
-            else:
+                self._running = [job for job in self._running if self._emit(job)]
+            elif not made:
                 self._work.clear()
                 await self._work.wait()
+            self._tell(made)
+            if not self._world.overlap:
+                self._tell(self._untold)
+                self._untold = []
+
+    def _emit(self, job: Job) -> bool:
+        """One token; whether there are more to come."""
+        job.generated += 1
+        self._untold.append((job, job.chunk()))
+        return not job.ended
+
+    def _tell(self, made: list[tuple[Job, Chunk]]) -> None:
+        for job, chunk in made:
+            asyncio.get_running_loop().call_later(self._world.pipe_s, job.chunks.put_nowait, chunk)
 
     def _step_s(self) -> float:
         contexts = [len(job.request.input_ids) + job.generated for job in self._running]
@@ -175,7 +197,7 @@ class FakeEngine:
         job.chunks.put_nowait(Chunk((1,), (0.0,), 0, job.cached, FinishReason.LENGTH))
 
     def _start(self, job: Job) -> None:
-        if job.emit():
+        if self._emit(job):
             self._running.append(job)
 
     def _known(self, tokens: tuple[int, ...], cache: set[tuple[int, ...]]) -> int:
@@ -221,6 +243,12 @@ def measured(*roles: Role, world: World | None = None, limits: Limits = LIMITS, 
     return clock.run(main())
 
 
+def assert_prefill(found: Measured, way_s: float = WAY_S) -> None:
+    """What a request on its way to a mixed engine takes is measured apart from the steps, the sum of both exactly."""
+    assert found.request_s == pytest.approx(way_s, abs=2e-5)
+    assert_grid(found.prefill, lambda new, prefix: prefill_s(new, prefix) - (found.request_s - way_s))
+
+
 def assert_grid(grid: dict[tuple[int, int], float], cost: Callable[[float, float], float]) -> None:
     for (tokens, context), seconds in grid.items():
         assert seconds == pytest.approx(cost(tokens, context), rel=1e-9), (tokens, context)
@@ -228,12 +256,12 @@ def assert_grid(grid: dict[tuple[int, int], float], cost: Callable[[float, float
 
 def test_three_engines_give_every_cost_back() -> None:
     found = measured(Role.MIXED, Role.PREFILL, Role.DECODE)
-    assert_grid(found.prefill, prefill_s)
+    assert_prefill(found)
+    assert found.late_steps == 0
     assert_grid(found.decode, decode_s)
     assert {n for n, _ in found.prefill} == {1, 16, 32, 64, 128, 256}
     assert {p for _, p in found.prefill} == {0, 64, 128, 320, 512, 704}
     assert {b for b, _ in found.decode} == {1, 2, 4, 8}
-    assert found.request_s == pytest.approx(WAY_S)
     assert found.link is not None
     assert found.link.tokens_per_s == pytest.approx(1e5)
     assert found.link.latency_s == pytest.approx(0.002)
@@ -254,6 +282,15 @@ def test_what_a_request_costs_beside_its_tokens() -> None:
     # A mixed engine stops its decodes for a prompt of 64 tokens, which has waited for the end of a step.
     assert found.mixed_guests is not None
     assert found.mixed_guests.held_s == pytest.approx(prefill_s(64, 0), rel=0.1)
+    assert 0 < found.mixed_guests.steps < 1
+    assert_grid(found.decode, decode_s)
+
+
+def test_what_happens_beside_the_steps_is_no_part_of_them() -> None:
+    found = measured(Role.MIXED, world=World(overlap=True, pipe_s=0.005))
+    assert_prefill(found, WAY_S + 0.005)
+    assert found.late_steps == pytest.approx(1, rel=0.02)
+    assert found.mixed_guests is not None
     assert 0 < found.mixed_guests.steps < 1
     assert_grid(found.decode, decode_s)
 
@@ -290,9 +327,10 @@ def test_a_written_profile_reads_back_and_prices_what_was_measured(tmp_path: Pat
     assert (read.prefill_request_s, read.request_s) == (found.prefill_request_s, found.request_s)
     assert found.mixed_guests is not None
     assert read.request_steps == max(0.0, found.mixed_guests.steps - 0.5)
+    assert read.late_steps == found.late_steps
     costs = StepCosts(read)
     # A millionth of a second is written.
-    assert costs.prefill_local(100, 200) == pytest.approx(prefill_s(100, 200), abs=2e-7)
+    assert costs.prefill_local(100, 200) + read.request_s == pytest.approx(prefill_s(100, 200) + WAY_S, abs=2e-7)
     assert costs.decode_local(3, 400) == pytest.approx(decode_s(3, 400), abs=2e-7)
     assert costs.shared(True, 256, 256) == 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from prorsa.allocation.solver import Allocation, solve
 from prorsa.forecast.work import Work
@@ -47,6 +47,9 @@ class Moment(StrEnum):
     """Trajectories have been sampled where none was live: a step begins."""
 
 
+ON_GRID = frozenset({Moment.GRID})
+
+
 @dataclass(frozen=True, slots=True)
 class Situation:
     """All that a policy decides from."""
@@ -72,20 +75,25 @@ class Handling:
 
 
 class Policy(Protocol):
-    """Whoever implements one inherits from it, for `handling`."""
+    """Whoever implements one inherits from it, for `moments` and `handling`."""
+
+    moments: ClassVar[frozenset[Moment]] = frozenset(Moment)
+    """When it is asked; at others nothing is forecast and nothing changes."""
 
     def decide(self, situation: Situation) -> Allocation | None:
         """The roles to have next; None where they are nobody's to change."""
         ...
 
     def handling(self, situation: Situation, target: Allocation) -> Handling:
-        """How the requests are treated while the roles become `target`. The paper's way: cancel at once, move nothing else."""
+        """How requests are treated while the roles become `target`. The paper's way: cancel at once, move nothing else."""
         return Handling()
 
 
 @dataclass(frozen=True, slots=True)
 class Colocated(Policy):
     """Every instance does both stages."""
+
+    moments = ON_GRID
 
     def decide(self, situation: Situation) -> Allocation | None:
         return None
@@ -94,6 +102,8 @@ class Colocated(Policy):
 @dataclass(frozen=True, slots=True)
 class Static(Policy):
     """The same split whatever comes."""
+
+    moments = ON_GRID
 
     prefill: int
     decode: int
@@ -108,6 +118,8 @@ class Adaptive(Policy):
 
     Instances are flipped, never started or stopped, so the decision has as many as `current`, which counts those in service.
     """
+
+    moments = ON_GRID
 
     m_p: int
     m_d: int

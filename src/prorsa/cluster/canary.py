@@ -1,7 +1,8 @@
 """Two tokens through an instance that has just flipped, before anybody's request is sent there.
 
 An engine can report its new role and still be unable to hand over KV: its peers may remember where it used to be. The peer of
-a canary is an instance in service of the other role, so a cluster of three shows what two would hide.
+a canary is an instance in service of the other role, so a cluster of three shows what two would hide. A mixed instance needs
+no peer.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ class Canary:
         self._seconds = seconds
 
     async def send(self, instance: Instance, role: Role) -> None:
-        """Raises `EngineError` where the instance does not do its part as `role`. Nothing is sent where no peer serves.
+        """Raises `EngineError` where the instance does not do its part as `role`. Nothing is sent where it needs a peer and
+        none serves.
 
         A peer may be at fault itself, so a second one is tried where there is one.
         """
-        other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
         failures = []
-        for peer in sorted(self._fleet.pool(other), key=lambda peer: peer.load)[:PEERS]:
+        for peer in self._peers(instance, role):
             prefill, decode = (instance, peer) if role is Role.PREFILL else (peer, instance)
             try:
                 async with asyncio.timeout(self._seconds):
@@ -44,13 +45,21 @@ class Canary:
         if failures:
             raise EngineError(f"instance {instance.name}: as {role} it failed a canary with {' and '.join(failures)}")
 
+    def _peers(self, instance: Instance, role: Role) -> list[Instance]:
+        if role is Role.MIXED:
+            return [instance]
+        other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+        return sorted(self._fleet.pool(other), key=lambda peer: peer.load)[:PEERS]
+
     async def _run(self, prefill: Engine, decode: Engine) -> None:
         room = next(self._rooms)
-        bootstrap = Bootstrap(prefill.bootstrap_host, prefill.bootstrap_port, room)
+        engines, bootstrap = [decode], None
+        if prefill is not decode:
+            engines, bootstrap = [prefill, decode], Bootstrap(prefill.bootstrap_host, prefill.bootstrap_port, room)
         request = GenerateRequest(f"canary.{room}.0", PROMPT, SAMPLING, bootstrap)
-        legs = [asyncio.create_task(_tokens(engine, request)) for engine in (prefill, decode)]
+        legs = [asyncio.create_task(_tokens(engine, request)) for engine in engines]
         try:
-            _, generated = await asyncio.gather(*legs)
+            *_, generated = await asyncio.gather(*legs)
         finally:
             for leg in legs:
                 leg.cancel()

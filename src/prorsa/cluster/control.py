@@ -99,6 +99,8 @@ class ControlPlane:
         """The checkpoint that the engines started with."""
         self._held = False
         """Between `pause` and `resume`."""
+        self._fresh = False
+        """Whether the instances have got new weights since generation was halted."""
         self._updating = asyncio.Lock()
         self._updates: set[asyncio.Task[None]] = set()
         self._turns = self._resends = self._output_tokens = 0
@@ -160,13 +162,16 @@ class ControlPlane:
         self._learn(transition)
         if self._observers:
             self._tell(lambda observer: observer.transition(transition))
+        if transition.before is None and len(self.tracker) == 1:
+            self.manager.begun()
 
     async def generate(self, request: TurnRequest, listener: Listener | None = None) -> TurnResult:
         """Serve one model turn; `listener` hears its output as it comes. Raises `TurnFailed`."""
         return await self.router.generate(request, listener)
 
     async def pause(self) -> None:
-        """Cancel every live attempt, keeping its tokens, and let nothing start until `resume`. Waits for flips to end."""
+        """Cancel every live attempt, keeping its tokens, and let nothing start until `resume`. Waits for flips to end, but
+        not for instances that were given time before theirs."""
         await self._halt()
         self._held = True
 
@@ -230,7 +235,7 @@ class ControlPlane:
             self._go_on()
 
     async def _halt(self) -> None:
-        await self.switcher.lock.acquire()
+        await self.switcher.acquire()
         self.manager.paused = True
         self.router.pause()
         try:
@@ -240,8 +245,11 @@ class ControlPlane:
             raise
 
     def _go_on(self) -> None:
+        """The roles for the new weights are decided before anything is served: flips disturb nobody now."""
         self.manager.paused = False
-        self.switcher.lock.release()
+        fresh, self._fresh = self._fresh, False
+        if not (fresh and self.manager.weights_updated()):
+            self.switcher.lock.release()
         self.router.resume()
 
     async def _update_all(self, weights: Weights) -> None:
@@ -252,6 +260,7 @@ class ControlPlane:
             self._bury_gone(failed)
             raise EngineError(f"weights {weights.version} at {weights.path} reached no instance: {failed[0][1]}")
         self._weights = weights
+        self._fresh = True
         self._forecaster.caches_lost()
         for instance, error in failed:
             self.router.bury(instance, f"weight update failed: {error}")

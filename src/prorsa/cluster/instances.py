@@ -6,6 +6,7 @@ each attempt that uses it; they are what this process knows without asking the e
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 
@@ -39,6 +40,9 @@ class Instance:
         """How often it did since it last gave anything."""
         self.stalls = 0
         """How many requests fell silent on it since it last gave anything."""
+        self.unused = asyncio.Event()
+        """Set while its books are empty."""
+        self.unused.set()
         self._prefilling: dict[str, int] = {}
         self._decoding: dict[str, int] = {}
         self.prefill_tokens = 0
@@ -82,13 +86,16 @@ class Instance:
         self.cache_epoch += 1
 
     def begin_prefill(self, rid: str, tokens: int) -> None:
+        self.unused.clear()
         self._prefilling[rid] = tokens
         self.prefill_tokens += tokens
 
     def end_prefill(self, rid: str) -> None:
         self.prefill_tokens -= self._prefilling.pop(rid, 0)
+        self._leave()
 
     def begin_decode(self, rid: str, tokens: int) -> None:
+        self.unused.clear()
         self._decoding[rid] = tokens
         self.kv_tokens += tokens
 
@@ -101,6 +108,11 @@ class Instance:
 
     def end_decode(self, rid: str) -> None:
         self.kv_tokens -= self._decoding.pop(rid, 0)
+        self._leave()
+
+    def _leave(self) -> None:
+        if not self._prefilling and not self._decoding:
+            self.unused.set()
 
 
 class Fleet:

@@ -1,7 +1,12 @@
 """The global manager: every S seconds it takes a snapshot, forecasts, allocates and switches (paper, 4.1.2 and 4.2).
 
-It also watches the health of instances and has dead ones restarted. Invariants: decisions keep to a fixed grid of times;
-neither a failing flip nor a failing restart ends the loop; it does nothing while engines' weights are being updated.
+Beside that grid it does so when all instances have new weights and when trajectories are sampled where none was live, for
+policies that ask for it. It also watches the health of instances and has dead ones restarted.
+
+Invariants. No decision is made while instances flip, so that none is made from roles that do not hold: a time of the grid
+that comes meanwhile is made up for when they have flipped, once, and so is the start of a step. Neither a failing flip nor a
+failing restart ends the loop. Nothing is decided while engines' weights are updated; the end of the update is a moment
+itself.
 """
 
 from __future__ import annotations
@@ -9,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
-from prorsa.allocation import Allocation, Demand, Policy, PrefillSpeed, Situation
+from prorsa.allocation import Demand, Moment, Policy, PrefillSpeed, Situation
+from prorsa.cluster.flips import added
 from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.observers import Decision
 from prorsa.cluster.router import Router
@@ -26,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 MAX_RESTART_BACKOFF = 60.0
 """Seconds."""
+DECISION = "decision"
+"""What has failed where a decision has."""
+ROUNDING = 1e-9
+"""Of a time, in horizons."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +86,8 @@ class GlobalManager:
         """Whether engines are being updated: nothing is decided and nothing is checked."""
 
     def start(self) -> None:
-        self._spawn("manager", self._every(self._horizon, self._decide_and_switch, "decision"))
-        self._spawn("health watch", self._every(self._health.interval, self._check_health, "health check"))
+        self._spawn("manager", self._keep_to_grid())
+        self._spawn("health watch", self._watch_health())
         self._fleet.watchers.append(self._instance_changed)
 
     async def stop(self) -> None:
@@ -89,7 +99,7 @@ class GlobalManager:
                 task.cancel()
             await asyncio.wait(self._tasks)
 
-    def decide(self) -> Decision:
+    def decide(self, moment: Moment = Moment.GRID) -> Decision:
         """One decision from the present state; it changes no instance."""
         now = asyncio.get_running_loop().time()
         current = self._fleet.in_service
@@ -104,31 +114,69 @@ class GlobalManager:
             decode_capacity=min(instance.capacity for instance in self._fleet),
         )
         live = len(self._tracker) > 0
-        target = self._policy.decide(Situation(demand, current, live, forecast.work))
-        self._last = Decision(now, self._tracker.counts(), forecast, demand, current, live, target)
+        target = self._policy.decide(Situation(demand, current, live, forecast.work, moment))
+        self._last = Decision(now, self._tracker.counts(), forecast, demand, current, live, target, moment)
         self._decided(self._last)
         return self._last
 
-    async def _decide_and_switch(self) -> None:
+    def weights_updated(self) -> bool:
+        """Decide at a sync, while the switcher's lock is held and no request runs. Whether flips have begun: their instances
+        have left the pools, and the lock is released when they are made."""
+        if Moment.SYNC not in self._policy.moments:
+            return False
+        try:
+            target = self.decide(Moment.SYNC).target
+        except Exception as error:
+            self._failed(DECISION, error)
+            return False
+        flips = None if target is None else self._switcher.reach_at_rest(target)
+        if flips is not None:
+            self._spawn("flips at a sync", flips)
+        return flips is not None
+
+    def begun(self) -> None:
+        """A trajectory was sampled where none was live: decide when all that are launched with it are sampled."""
+        if Moment.START in self._policy.moments:
+            asyncio.get_running_loop().call_soon(self._start_when_all_are_in, 0)
+
+    def _start_when_all_are_in(self, seen: int) -> None:
+        """They are when a turn of the event loop has brought no other one."""
+        live = len(self._tracker)
+        if live > seen:
+            asyncio.get_running_loop().call_soon(self._start_when_all_are_in, live)
+        elif live and self._tasks:
+            self._spawn(DECISION, self._decide_and_switch(Moment.START))
+
+    async def _decide_and_switch(self, moment: Moment) -> None:
         if self.paused:
             return
-        target = self.decide().target
-        if target is not None:
-            await self._switcher.apply(target)
+        async with self._switcher.lock:
+            decision = self.decide(moment)
+            if decision.target is not None:
+                handling = self._policy.handling(decision.situation, decision.target)
+                await self._switcher.reach(decision.target, handling)
 
-    async def _every(self, seconds: float, act: Callable[[], Awaitable[None]], name: str) -> None:
-        """Act at start + k * seconds, k = 1, 2, ...; a time that passed while it acted is skipped."""
-        loop = asyncio.get_running_loop()
-        start = loop.time()
+    async def _keep_to_grid(self) -> None:
+        """Decide at start + k S, k = 1, 2, ..., or as soon as the flips are made that such a time falls into."""
+        now = asyncio.get_running_loop().time
+        start, done = now(), 0
         while True:
-            passed = math.floor((loop.time() - start) / seconds + 1e-9)
-            await asyncio.sleep(start + (passed + 1) * seconds - loop.time())
+            await asyncio.sleep(max(0.0, start + (done + 1) * self._horizon - now()))
+            done = math.floor((now() - start) / self._horizon + ROUNDING)
             try:
-                await act()
+                await self._decide_and_switch(Moment.GRID)
             except Exception as error:
-                self._failed(name, error)
+                self._failed(DECISION, error)
 
     # Health.
+
+    async def _watch_health(self) -> None:
+        while True:
+            await asyncio.sleep(self._health.interval)
+            try:
+                await self._check_health()
+            except Exception as error:
+                self._failed("health check", error)
 
     async def _check_health(self) -> None:
         if self.paused:
@@ -168,16 +216,16 @@ class GlobalManager:
                 backoff = min(2 * backoff, MAX_RESTART_BACKOFF)
 
     def wanted_role(self, instance: Instance) -> Role:
-        """The role that the policy, asked for one instance more, has too few of; else the one it had."""
-        if instance.role is Role.MIXED:
-            return Role.MIXED
-        now = self._fleet.in_service
-        extra = (1, 0) if instance.role is Role.PREFILL else (0, 1)
-        with_it = Allocation(now.prefill + extra[0], now.decode + extra[1])
-        target = with_it if self._last is None else self._policy.decide(replace(self._last.situation, current=with_it))
-        if target is None:
+        """The role that the policy, asked for one instance more, has too few of: the one it had where that is among them,
+        else the one that lacks most."""
+        if self._last is None:
             return instance.role
-        return Role.PREFILL if target.prefill > now.prefill else Role.DECODE
+        now = self._fleet.in_service
+        asked = replace(self._last.situation, current=added(now, instance.role, 1), moment=Moment.GRID)
+        target = self._policy.decide(asked) or asked.current
+        lack = {role: getattr(target, role) - getattr(now, role) for role in Role}
+        most = max(lack, key=lambda role: lack[role])
+        return instance.role if lack[instance.role] > 0 or lack[most] <= 0 else most
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name=name)

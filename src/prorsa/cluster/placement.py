@@ -1,4 +1,5 @@
-"""Where a turn is placed: prefix affinity on prefill, room for the KV cache on decode."""
+"""Where a turn is placed: prefix affinity on prefill, room for the KV cache on decode, and the shorter wait between the two
+ways, over a pair of instances or through a mixed one."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ REMEMBERED = 1 << 16
 """Prefixes whose place is remembered, the latest used ones."""
 
 Prefix = str | int
+Way = tuple[Instance, Instance]
+"""(prefill, decode); the same one twice where it is mixed."""
 
 
 def prefixes(request: TurnRequest) -> tuple[Prefix, ...]:
@@ -64,3 +67,14 @@ def choose_decode(candidates: Sequence[Instance], need: int, former: Instance | 
     return min(
         candidates, key=lambda instance: ((instance.kv_tokens + need) / instance.capacity, instance is not former)
     )
+
+
+def choose_way(ways: Sequence[Way], tokens: int, need: int, favourite: Instance | None) -> Way:
+    """The (prefill, decode) pair, or the mixed instance twice, on which the request waits least: by the prompts before it
+    and its own where the prefix is not held, then by how full the KV cache is after placement."""
+
+    def wait(way: Way) -> tuple[int, float]:
+        prefill, decode = way
+        return prefill.prefill_tokens + tokens * (prefill is not favourite), (decode.kv_tokens + need) / decode.capacity
+
+    return min(ways, key=wait)

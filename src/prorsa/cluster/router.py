@@ -22,7 +22,7 @@ from typing import cast
 from prorsa.cluster.attempts import Attempt, End, Turn, Verdict
 from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.observers import TurnRecord
-from prorsa.cluster.placement import Affinity, choose_decode, choose_prefill
+from prorsa.cluster.placement import Affinity, choose_decode, choose_prefill, choose_way
 from prorsa.cluster.turns import Listener, TurnFailed, TurnRequest, TurnResult
 from prorsa.engines.protocol import (
     Bootstrap,
@@ -197,14 +197,16 @@ class Router:
             i for i in pool(Role.MIXED) if i.has_prefill_slot(slots, now) and i.has_decode_slot(decode_slots, need, now)
         ]
         mixed = choose_prefill(both, tokens, favourite)
-        if mixed is not None:
-            return mixed, mixed
+        together = None if mixed is None else (mixed, mixed)
         prefill = choose_prefill([i for i in pool(Role.PREFILL) if i.has_prefill_slot(slots, now)], tokens, favourite)
         if prefill is None:
-            return None
+            return together
         open_to_decode = [i for i in pool(Role.DECODE) if i.has_decode_slot(decode_slots, need, now)]
         decode = choose_decode(open_to_decode, need, former)
-        return None if decode is None else (prefill, decode)
+        if decode is None:
+            return together
+        apart = prefill, decode
+        return apart if together is None else choose_way([apart, together], tokens, need, favourite)
 
     def _reservation(self, turn: Turn) -> int:
         """KV-cache tokens that a decode of the turn is promised."""

@@ -1,28 +1,33 @@
 """The role switcher: unroute, cancel, wait idle, flip, verify the reported role, reroute (paper, Appendix C).
 
-Where a canary is asked for, the flipped instance serves one request before it is routed.
+An instance may be given some time to finish what it serves before that is cancelled. Where a canary is asked for, the
+flipped instance serves one request before it is routed.
 
 Invariants. Flips and weight updates exclude each other by one lock. A flip that does nothing, fails half-way, lies or takes
 too long takes its instance out of service; a restart brings it back with the role that is wanted and the weights that are
-current. A flip never takes the last routed instance of a role.
+current. While requests are served, no flip takes an instance without which the routed ones could not serve.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from prorsa.allocation import Allocation
+from prorsa.allocation import Allocation, Handling
 from prorsa.cluster.canary import Canary
+from prorsa.cluster.flips import Change, added, next_wave, serves
 from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.observers import Flip
 from prorsa.cluster.router import Router
 from prorsa.engines.protocol import Engine, EngineBusy, EngineError, Role
 
 logger = logging.getLogger(__name__)
+
+
+AT_ONCE = Handling()
 
 
 class FlipRefused(Exception):
@@ -80,12 +85,35 @@ class RoleSwitcher:
         self._limits = limits
         self._canary = Canary(fleet, router.rooms, limits.canary_timeout) if limits.canary_timeout else None
         self._in_hand: set[str] = set()
+        self._hurry = asyncio.Event()
+        """Set while somebody waits for the lock who should not wait long."""
 
-    async def apply(self, target: Allocation) -> list[Flip]:
-        """Flip as many instances as bring the roles in service nearest to `target`, all at once."""
+    async def apply(self, target: Allocation, handling: Handling = AT_ONCE) -> list[Flip]:
+        """Flip as few instances as bring the roles in service to `target`, in two waves where one would stop all service."""
         async with self.lock:
-            changes = self._plan(target)
-            return list(await asyncio.gather(*(self._flip(instance, role) for instance, role in changes)))
+            return await self.reach(target, handling)
+
+    async def reach(self, target: Allocation, handling: Handling = AT_ONCE) -> list[Flip]:
+        """`apply` for who holds the lock."""
+        flips: list[Flip] = []
+        # Whoever is in a hurry does not wait for a second wave.
+        while (changes := next_wave(self._fleet, target)) and not (flips and self._hurry.is_set()):
+            flips += await self._make(self._take(changes), handling)
+        return flips
+
+    def reach_at_rest(self, target: Allocation) -> Coroutine[Any, Any, None] | None:
+        """With the lock held, while nothing is served: take what has to flip out of the pools, now, all at once. What is
+        returned flips it and then releases the lock; None where there is nothing to flip."""
+        changes = self._take(next_wave(self._fleet, target, at_rest=True))
+        return self._make_and_release(changes) if changes else None
+
+    async def acquire(self) -> None:
+        """Take the lock in a hurry: instances that may finish what they serve are not waited for any longer."""
+        self._hurry.set()
+        try:
+            await self.lock.acquire()
+        finally:
+            self._hurry.clear()
 
     async def flip(self, name: str, role: Role) -> Flip:
         """Flip one instance. Raises `FlipRefused`."""
@@ -96,7 +124,8 @@ class RoleSwitcher:
         try:
             async with self.lock:
                 self._check_sensible(instance, role)
-                return await self._flip(instance, role)
+                (flip,) = await self._make(self._take([(instance, role)]), AT_ONCE)
+                return flip
         finally:
             self._in_hand.discard(name)
 
@@ -109,8 +138,7 @@ class RoleSwitcher:
         async with self.lock:
             if instance.state is not InstanceState.ROUTED:
                 raise FlipRefused(f"instance {name}: it is {instance.state}, so it cannot be taken out")
-            if len(self._fleet.pool(instance.role)) == 1:
-                raise FlipRefused(f"instance {name}: it is the last {instance.role} instance in service")
+            self._check_spare(instance)
             self._fleet.move(instance, InstanceState.DRAINING)
             return await self._router.drain(instance, f"instance {name} is taken out of service")
 
@@ -160,20 +188,6 @@ class RoleSwitcher:
         instance.lose_cache()
         self._fleet.move(instance, InstanceState.ROUTED, role)
 
-    def _plan(self, target: Allocation) -> list[tuple[Instance, Role]]:
-        """The least loaded instances of the role that has too many, for as long as the other has too few.
-
-        Only one role can have too many where the other has too few, so every flip goes the same way: the target, which has
-        one of each role at least, stays routed of the role that shrinks while they run at the same time.
-        """
-        current = self._fleet.in_service
-        more_decode = min(current.prefill - target.prefill, target.decode - current.decode)
-        more_prefill = min(current.decode - target.decode, target.prefill - current.prefill)
-        shrinking, growing = (Role.PREFILL, Role.DECODE) if more_decode > 0 else (Role.DECODE, Role.PREFILL)
-        pool = self._fleet.pool(shrinking)
-        count = min(max(more_decode, more_prefill, 0), len(pool) - 1)
-        return [(instance, growing) for instance in sorted(pool, key=lambda instance: instance.load)[: max(count, 0)]]
-
     def _check_alone(self, instance: Instance, role: Role) -> None:
         if instance.name in self._in_hand or instance.state in (InstanceState.DRAINING, InstanceState.FLIPPING):
             raise FlipRefused(f"instance {instance.name}: a flip to {role} was asked while another is going on")
@@ -183,17 +197,40 @@ class RoleSwitcher:
             raise FlipRefused(f"instance {instance.name}: it is {instance.state}, so it cannot become {role}")
         if instance.role is role:
             raise FlipRefused(f"instance {instance.name}: it is {role} already")
-        if instance.role is not Role.MIXED and len(self._fleet.pool(instance.role)) == 1:
+        if role not in instance.engine.roles:
+            raise FlipRefused(f"instance {instance.name}: its engine cannot become {role} without a restart")
+        self._check_spare(instance)
+
+    def _check_spare(self, instance: Instance) -> None:
+        """The others have to serve without it, unless not even all of them do."""
+        now = self._fleet.in_service
+        if serves(now) and not serves(added(now, instance.role, -1)):
             raise FlipRefused(f"instance {instance.name}: it is the last {instance.role} instance in service")
 
-    async def _flip(self, instance: Instance, role: Role) -> Flip:
-        """One flip, with the lock held. It never raises for what an engine does: the record says how it ended."""
+    def _take(self, changes: list[Change]) -> list[Change]:
+        """Nothing new is sent to what will flip."""
+        for instance, _ in changes:
+            self._fleet.move(instance, InstanceState.DRAINING)
+        return changes
+
+    async def _make(self, changes: list[Change], handling: Handling) -> list[Flip]:
+        return list(await asyncio.gather(*(self._flip(instance, role, handling) for instance, role in changes)))
+
+    async def _make_and_release(self, changes: list[Change]) -> None:
+        try:
+            await self._make(changes, AT_ONCE)
+        finally:
+            self.lock.release()
+
+    async def _flip(self, instance: Instance, role: Role, handling: Handling) -> Flip:
+        """One flip of an instance that drains, with the lock held. It never raises for what an engine does: the record says
+        how it ended."""
         now = asyncio.get_running_loop().time
         before, start = instance.role, now()
         idle_at: float | None = None
         cancelled, failure = 0, None
-        self._fleet.move(instance, InstanceState.DRAINING)
         try:
+            await self._let_finish(instance, handling.patience)
             cancelled = await self._router.drain(instance, f"instance {instance.name} becomes {role}")
             await self._wait_idle(instance)
             idle_at = now()
@@ -229,6 +266,17 @@ class RoleSwitcher:
         if role is not None:
             instance.lose_cache()
         self._fleet.move(instance, after, role)
+
+    async def _let_finish(self, instance: Instance, seconds: float) -> None:
+        """Wait until nobody uses the instance, for `seconds` at most, and while nobody is in a hurry."""
+        if seconds <= 0 or self._hurry.is_set():
+            return
+        ends = [asyncio.create_task(event.wait()) for event in (instance.unused, self._hurry)]
+        try:
+            await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
 
     async def _wait_idle(self, instance: Instance) -> None:
         try:

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from prorsa.engines.protocol import EngineError, Role
+from prorsa.engines.protocol import ALL_ROLES, EngineError, Role
 from prorsa.engines.sglang import SGLangEngine
 
 HOST = "127.0.0.1"
@@ -35,6 +35,9 @@ class EmbeddedLauncher:
 
     The parameters are those of the engine (tokens and counts, see `EngineCore`); `kv_store_tokens` 0 runs without a store.
     """
+
+    roles = ALL_ROLES
+    """Those between which an engine can change without a restart."""
 
     def __init__(
         self,
@@ -70,7 +73,8 @@ class EmbeddedLauncher:
         if self._with_store:
             flags.append(f"--kv-store={HOST}:{(await self._running_store()).ports['port']}")
         child = await self._spawn(name, "prorsa.engines.embedded.server", flags)
-        child.engine = SGLangEngine(name, f"http://{HOST}:{child.ports['port']}", HOST, child.ports["bootstrap_port"])
+        url, bootstrap_port = f"http://{HOST}:{child.ports['port']}", child.ports["bootstrap_port"]
+        child.engine = SGLangEngine(name, url, HOST, bootstrap_port, roles=self.roles)
         self._engines[name] = child
         return child.engine
 

@@ -21,6 +21,10 @@ class Role(StrEnum):
     """Both stages on one engine, the colocated baseline (SGLang calls it "null")."""
 
 
+ALL_ROLES = frozenset(Role)
+SPLIT_ROLES = frozenset({Role.PREFILL, Role.DECODE})
+
+
 class Tokens(Protocol):
     """Token ids of a context. A tuple is one; a simulation may count where it need not store."""
 
@@ -129,6 +133,10 @@ class Engine(Protocol):
     def bootstrap_host(self) -> str: ...
     @property
     def bootstrap_port(self) -> int: ...
+    @property
+    def roles(self) -> frozenset[Role]:
+        """Those that it can have without a restart."""
+        ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Stream one leg. Ends after the chunk with `finish`. Closing the iterator early cancels the leg.
@@ -147,7 +155,8 @@ class Engine(Protocol):
     async def info(self) -> EngineInfo: ...
 
     async def switch_role(self, role: Role) -> None:
-        """Become `role`, weights resident. Raises `EngineBusy` when not idle, `EngineError` when the flip failed."""
+        """Become `role`, weights resident. Raises `EngineBusy` when not idle, `EngineError` when the flip failed or the role
+        is none of `roles`."""
         ...
 
     async def update_weights(self, path: str, version: int) -> None:

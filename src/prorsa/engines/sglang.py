@@ -14,8 +14,10 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
+import msgspec
 
 from prorsa.engines.protocol import (
+    SPLIT_ROLES,
     Chunk,
     EngineBusy,
     EngineError,
@@ -40,6 +42,7 @@ KEEPALIVE_SECONDS = 2.0
 """Below uvicorn's 5 s, so that a request never meets a connection that the server is just closing."""
 END_MARK_SECONDS = 0.5
 ANSWER_EXCERPT = 300
+JSON_HEADERS = {"Content-Type": "application/json"}
 RID_END = "|"
 """SGLang aborts every request whose rid STARTS WITH the given one; with an end mark no rid is the start of another."""
 
@@ -49,7 +52,8 @@ Item = TypeVar("Item")
 class SGLangEngine:
     """Implements `protocol.Engine` over HTTP.
 
-    `bootstrap_host` and `bootstrap_port` are where decode sides meet this instance while it is a prefill instance. A
+    `bootstrap_host` and `bootstrap_port` are where decode sides meet this instance while it is a prefill instance. SGLang
+    cannot turn an engine that splits the stages into a mixed one: only the embedded engine has all `roles`. A
     `session` that is passed in is shared and not closed by `close`; it must not limit the number of connections.
     """
 
@@ -60,11 +64,13 @@ class SGLangEngine:
         bootstrap_host: str,
         bootstrap_port: int,
         session: aiohttp.ClientSession | None = None,
+        roles: frozenset[Role] = SPLIT_ROLES,
     ) -> None:
         self._name = name
         self._url = url.rstrip("/")
         self._bootstrap_host = bootstrap_host
         self._bootstrap_port = bootstrap_port
+        self._roles = roles
         self._session = session
         self._owns_session = session is None
         self._version: int | None = None
@@ -73,6 +79,10 @@ class SGLangEngine:
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def roles(self) -> frozenset[Role]:
+        return self._roles
 
     @property
     def url(self) -> str:
@@ -91,8 +101,9 @@ class SGLangEngine:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         reader = _StreamReader(self._name, asked)
         try:
+            body = _encode(_generate_body(request, self._version))
             async with self._http().post(
-                f"{self._url}/generate", json=_generate_body(request, self._version), timeout=timeout
+                f"{self._url}/generate", data=body, headers=JSON_HEADERS, timeout=timeout
             ) as response:
                 try:
                     if response.status != 200:
@@ -140,6 +151,11 @@ class SGLangEngine:
 
     async def switch_role(self, role: Role) -> None:
         """Also raises `EngineError` when the engine had that role already: the caller's picture of it was wrong."""
+        if role not in self._roles:
+            raise EngineError(
+                f"engine {self._name}: asked to become {role}; without a restart it can only be "
+                f"{' or '.join(sorted(self._roles))}"
+            )
         # SGLang wants to know the memory for decode CUDA graphs before it captures any; 0 lets it capture to fit.
         body = {"new_role": _role_name(role), "decode_cuda_graph_memory_gb": 0}
         asked = f"/pd_role_switch {body['new_role']}"
@@ -212,6 +228,33 @@ class SGLangEngine:
         return EngineError(_sentence(self._name, asked, 200, json.dumps(answer)))
 
 
+class _Finish(msgspec.Struct):
+    type: FinishReason
+    status_code: int | None = None
+    message: Any = None
+
+
+class _Meta(msgspec.Struct):
+    weight_version: str
+    finish_reason: _Finish | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int = 0
+    output_token_logprobs: list[tuple[float, int, Any]] | None = None
+    """(log-probability, id, text) of each token."""
+
+
+class _Answer(msgspec.Struct):
+    """What is read of a message of a stream; the rest of it is skipped unread."""
+
+    error: Any = None
+    output_ids: list[int] = []
+    meta_info: _Meta | None = None
+
+
+_encode = msgspec.json.Encoder().encode
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
 class _StreamReader:
     """Turns the messages of one stream into chunks of new tokens; remembers how many tokens it has seen."""
 
@@ -225,38 +268,37 @@ class _StreamReader:
         if message == b"[DONE]":
             return None
         try:
-            answer = json.loads(message)
-            if "error" in answer:
-                raise self._failure(answer["error"])
-            chunk = self._chunk(answer["output_ids"], answer["meta_info"])
-        except (KeyError, TypeError, ValueError) as error:
+            answer = _decode_answer(message)
+            if answer.error is not None:
+                raise self._failure(answer.error)
+            if answer.meta_info is None:
+                raise ValueError("it has no meta_info")
+            chunk = self._chunk(answer.output_ids, answer.meta_info)
+        except ValueError as error:
             raise EngineError(_sentence(self._engine, self._asked, 200, message.decode(errors="replace"))) from error
         self.seen += len(chunk.token_ids)
         return chunk if chunk.token_ids or chunk.finish is not None else None
 
-    def _chunk(self, ids: list[int], meta: dict[str, Any]) -> Chunk:
-        total = meta.get("completion_tokens", len(ids))
+    def _chunk(self, ids: list[int], meta: _Meta) -> Chunk:
+        total = len(ids) if meta.completion_tokens is None else meta.completion_tokens
         fresh = _fresh(ids, self.seen, total)
-        logprobs = _fresh(meta.get("output_token_logprobs", ()), self.seen, total)
+        logprobs = _fresh(meta.output_token_logprobs or (), self.seen, total)
         if len(fresh) != len(logprobs):
             raise ValueError(f"{len(fresh)} new tokens came with {len(logprobs)} log-probabilities")
         return Chunk(
             token_ids=tuple(fresh),
             logprobs=tuple(entry[0] for entry in logprobs),
-            weights_version=_parse_version(meta["weight_version"]),
-            cached_tokens=meta.get("cached_tokens", 0),
-            finish=self._finish(meta.get("finish_reason")),
+            weights_version=_parse_version(meta.weight_version),
+            cached_tokens=meta.cached_tokens,
+            finish=None if meta.finish_reason is None else self._finish(meta.finish_reason),
         )
 
-    def _finish(self, reason: dict[str, Any] | None) -> FinishReason | None:
-        if reason is None:
-            return None
-        finish = FinishReason(reason["type"])
-        status = reason.get("status_code")
+    def _finish(self, reason: _Finish) -> FinishReason:
+        finish, status = reason.type, reason.status_code
         if finish is FinishReason.ABORT and status is not None and status < 500:
-            raise EngineError(_sentence(self._engine, self._asked, status, str(reason.get("message"))))
+            raise EngineError(_sentence(self._engine, self._asked, status, str(reason.message)))
         if finish is FinishReason.ABORT and status == 503 and self.seen == 0:
-            raise EngineBusy(_sentence(self._engine, self._asked, status, str(reason.get("message"))))
+            raise EngineBusy(_sentence(self._engine, self._asked, status, str(reason.message)))
         return finish
 
     def _failure(self, error: Any) -> EngineError:

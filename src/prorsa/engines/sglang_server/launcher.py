@@ -13,14 +13,15 @@ import random
 import shutil
 import socket
 import tempfile
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from prorsa.engines.launcher import log_tail
-from prorsa.engines.protocol import EngineError, EngineGone, Role
+from prorsa.engines.protocol import SPLIT_ROLES, EngineError, EngineGone, Role
 from prorsa.engines.sglang import SGLangEngine
-from prorsa.engines.sglang_server.flags import HOST, EngineFlags
+from prorsa.engines.sglang_server.flags import HOST, EngineFlags, Mooncake
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +40,9 @@ def gpu_here() -> bool:
 
 @dataclass(slots=True)
 class _Child:
-    index: int
-    """Which GPUs are its own: the lowest number that no other engine has."""
     log: Path
+    index: int = -1
+    """Of an engine, which GPUs are its own: the lowest number that no other engine has."""
     pid: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     ended: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Its exit status."""
@@ -51,8 +52,12 @@ class _Child:
 class SGLangLauncher:
     """Owns the engines. `python` is the interpreter that has SGLang; `start_seconds` bounds one engine's start.
 
-    With `kv_store_dir` they share their KV as files in a new directory below it, which goes when they do.
+    With `kv_store_dir` they share their KV as files in a new directory below it, with `mooncake_gb` in a Mooncake store of
+    that size, GiB, on this machine; either goes when they do.
     """
+
+    roles = SPLIT_ROLES
+    """Those between which an engine can change without a restart. A mixed one is launched as that, and stays it."""
 
     def __init__(
         self,
@@ -62,14 +67,19 @@ class SGLangLauncher:
         start_seconds: float,
         log_dir: Path,
         kv_store_dir: Path | None = None,
+        mooncake_gb: float | None = None,
     ) -> None:
         self._python = python
         self._flags = flags
         self._kv_store_dir = kv_store_dir
+        self._mooncake_gb = mooncake_gb
         self._start_seconds = start_seconds
         self._log_dir = log_dir
         self._engines: dict[str, _Child] = {}
         self._keeper: asyncio.Task[_Keeper] | None = None
+        self._programs: dict[str, _Child] = {}
+        """Of the KV store."""
+        self._watches: list[asyncio.Task[None]] = []
         self._ports: set[int] = set()
 
     async def start(self, name: str, role: Role) -> SGLangEngine:
@@ -78,17 +88,18 @@ class SGLangLauncher:
             raise EngineError(f"engine {name}: is running already; stop it first")
         taken = {child.index for child in self._engines.values()}
         index = next(number for number in range(len(taken) + 1) if number not in taken)
-        child = self._engines[name] = _Child(index, self._log_dir / f"{name}.log")
+        child = self._engines[name] = _Child(self._log_dir / f"{name}.log", index)
         port, bootstrap_port = self._free_port(), self._free_port()
         try:
             keeper = await self._running_keeper()
             keeper.start(name, child, self._flags.of_engine(role, index, port, bootstrap_port))
-            child.engine = SGLangEngine(name, f"http://{HOST}:{port}", HOST, bootstrap_port)
-            await self._wait_until_it_serves(name, child, child.engine)
+            roles = frozenset({role}) if role is Role.MIXED else self.roles
+            engine = child.engine = SGLangEngine(name, f"http://{HOST}:{port}", HOST, bootstrap_port, roles=roles)
+            await self._wait_until_it_serves(f"engine {name}", child, lambda: _serves(engine))
         except BaseException:
             await self.stop(name)
             raise
-        return child.engine
+        return engine
 
     async def stop(self, name: str) -> None:
         """End an engine; harmless when it is dead already. KeyError when there was none of that name."""
@@ -109,44 +120,106 @@ class SGLangLauncher:
     async def close(self) -> None:
         """End every process."""
         await asyncio.gather(*(self.stop(name) for name in list(self._engines)))
+        for watch in self._watches:
+            watch.cancel()
+        for ended in await asyncio.gather(*self._watches, return_exceptions=True):
+            if isinstance(ended, EngineError):
+                logger.error("the KV was not shared to the end: %s", ended)
         if self._keeper is not None:
             keeper, self._keeper = self._keeper, None
             await asyncio.wait([keeper])
             if keeper.exception() is None:
                 await keeper.result().close()
-            if self._flags.kv_store is not None and self._kv_store_dir is not None:
+            if isinstance(self._flags.kv_store, str) and self._kv_store_dir is not None:
                 shutil.rmtree(self._flags.kv_store, ignore_errors=True)
 
     def pid(self, name: str) -> int:
-        return self._engines[name].pid.result()
+        """Of an engine or a program of the KV store."""
+        return {**self._engines, **self._programs}[name].pid.result()
 
     async def _running_keeper(self) -> _Keeper:
         if self._keeper is None:
             if self._kv_store_dir is not None:
                 self._kv_store_dir.mkdir(parents=True, exist_ok=True)
                 self._flags = replace(self._flags, kv_store=tempfile.mkdtemp(prefix="kv-", dir=self._kv_store_dir))
-            self._keeper = asyncio.create_task(_start_keeper(self._python, self._flags.device, self._log_dir))
+            self._keeper = asyncio.create_task(self._start_keeper())
         return await asyncio.shield(self._keeper)
 
-    async def _wait_until_it_serves(self, name: str, child: _Child, engine: SGLangEngine) -> None:
+    async def _start_keeper(self) -> _Keeper:
+        keeper = await _start_keeper(self._python, self._flags.device, self._log_dir)
+        if self._mooncake_gb is not None:
+            try:
+                self._flags = replace(self._flags, kv_store=await self._start_mooncake(keeper, self._mooncake_gb))
+            except BaseException:
+                await keeper.close()
+                raise
+        return keeper
+
+    async def _start_mooncake(self, keeper: _Keeper, gigabytes: float) -> Mooncake:
+        """A master, and a client that holds what is stored."""
+        port, client_port = self._free_port(), self._free_port()
+        master = f"{HOST}:{port}"
+        await self._run(
+            keeper,
+            "mooncake_master",
+            port,
+            f"--rpc_address={HOST}",
+            f"--rpc_port={port}",
+            f"--metrics_host={HOST}",
+            f"--metrics_port={self._free_port()}",
+            "--enable_metric_reporting=false",
+        )
+        await self._run(
+            keeper,
+            "mooncake_client",
+            client_port,
+            f"--host={HOST}",
+            f"--port={client_port}",
+            f"--master_server_address={master}",
+            "--metadata_server=P2PHANDSHAKE",
+            "--protocol=tcp",
+            f"--global_segment_size={int(gigabytes * 2**30)}",
+        )
+        return Mooncake(master, "tcp")
+
+    async def _run(self, keeper: _Keeper, program: str, port: int, *flags: str) -> None:
+        """Run a program of the engines' environment, and again whenever it ends, until `close`. Returns when it listens."""
+        command = [str(Path(self._python).with_name(program).absolute()), *flags, "--logtostderr"]
+
+        async def start() -> _Child:
+            child = self._programs[program] = _Child(self._log_dir / f"{program}.log")
+            keeper.run(program, child, command)
+            await self._wait_until_it_serves(program, child, lambda: _listens(port))
+            return child
+
+        async def watch(child: _Child) -> None:
+            while True:
+                await asyncio.wait([child.ended])
+                status = child.ended.result()
+                logger.error("%s: ended with status %d and is started again; see %s", program, status, child.log)
+                child = await start()
+
+        self._watches.append(asyncio.create_task(watch(await start()), name=f"watch over {program}"))
+
+    async def _wait_until_it_serves(self, what: str, child: _Child, serves: Callable[[], Awaitable[bool]]) -> None:
         now = asyncio.get_running_loop().time
         start = reported = now()
-        while not await _serves(engine):
+        while not await serves():
             await asyncio.wait([child.ended], timeout=HEALTH_POLL_SECONDS)
             if child.ended.done():
                 raise EngineError(
-                    f"engine {name}: ended with status {child.ended.result()} before it served; {child.log} ends with:\n"
+                    f"{what}: ended with status {child.ended.result()} before it served; {child.log} ends with:\n"
                     f"{log_tail(child.log)}"
                 )
             if now() - start > self._start_seconds:
                 raise EngineError(
-                    f"engine {name}: did not serve after {self._start_seconds:.0f} s; {child.log} ends with:\n"
+                    f"{what}: did not serve after {self._start_seconds:.0f} s; {child.log} ends with:\n"
                     f"{log_tail(child.log)}"
                 )
             if now() - reported > PROGRESS_SECONDS:
                 reported = now()
-                logger.info("engine %s: starting since %.0f s: %s", name, now() - start, _last_line(child.log))
-        logger.info("engine %s: serves after %.1f s", name, now() - start)
+                logger.info("%s: starting since %.0f s: %s", what, now() - start, _last_line(child.log))
+        logger.info("%s: serves after %.1f s", what, now() - start)
 
     def _free_port(self) -> int:
         """A port that is free, was not given before, and is not among those that the system hands to connections: the engine
@@ -161,7 +234,7 @@ class SGLangLauncher:
 
 
 class _Keeper:
-    """The keeper process, and whose engines' lives it tells of."""
+    """The keeper process, and whose lives it tells of."""
 
     def __init__(self, process: asyncio.subprocess.Process, directory: str) -> None:
         self._process = process
@@ -171,11 +244,15 @@ class _Keeper:
 
     def start(self, name: str, child: _Child, flags: list[str]) -> None:
         self._children[name] = child
-        self._order(do="start", engine=name, flags=flags, log=str(child.log.absolute()))
+        self._order(do="start", name=name, arguments=flags, log=str(child.log.absolute()))
+
+    def run(self, name: str, child: _Child, command: list[str]) -> None:
+        self._children[name] = child
+        self._order(do="run", name=name, arguments=command, log=str(child.log.absolute()))
 
     def stop(self, name: str) -> None:
         if not self._children[name].ended.done():
-            self._order(do="stop", engine=name)
+            self._order(do="stop", name=name)
 
     async def close(self) -> None:
         assert self._process.stdin is not None
@@ -197,7 +274,7 @@ class _Keeper:
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             event = json.loads(line)
-            child = self._children[event["engine"]]
+            child = self._children[event["name"]]
             if event["event"] == "started":
                 child.pid.set_result(event["pid"])
             elif not child.ended.done():
@@ -263,6 +340,15 @@ async def _serves(engine: SGLangEngine) -> bool:
         await engine.info()
     except EngineGone:
         return False
+    return True
+
+
+async def _listens(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection(HOST, port)
+    except OSError:
+        return False
+    writer.close()
     return True
 
 

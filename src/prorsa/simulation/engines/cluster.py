@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from prorsa.engines.protocol import (
+    ALL_ROLES,
     Bootstrap,
     Chunk,
     EngineBusy,
@@ -116,6 +117,10 @@ class SimulatedCluster:
 
     # What the engines ask.
 
+    def roles(self, profile: Profile) -> frozenset[Role]:
+        """Those of instances with this profile."""
+        return frozenset(role for role in ALL_ROLES if self.profile(role) == profile)
+
     def profile(self, role: Role) -> Profile:
         return self.decode if role is Role.DECODE else self.prefill
 
@@ -206,6 +211,7 @@ class SimulatedEngine:
     def __init__(self, name: str, role: Role, cluster: SimulatedCluster) -> None:
         self.name = name
         self.bootstrap_host = name
+        self.roles = cluster.roles(cluster.profile(role))
         self.alive = True
         self.refuse = 0
         """How many more requests are refused as busy."""
@@ -232,9 +238,12 @@ class SimulatedEngine:
         if way_s:
             await asyncio.sleep(way_s)
         leg = self._open(request)
+        late_steps = core.profile.late_steps if core.role is Role.MIXED else 0.0
         try:
             while True:
                 chunk = await leg.next()
+                if late_steps and core.step_s:
+                    await asyncio.sleep(late_steps * core.step_s)
                 yield chunk
                 if chunk.finish is not None:
                     return
@@ -335,7 +344,7 @@ class SimulatedEngine:
         self._answer()
         if self._occupied is not None or self.core.jobs:
             raise EngineBusy(f"engine {self.name}: asked to become {role}; it is not idle")
-        if self._cluster.profile(role) != self.core.profile:
+        if role not in self.roles:
             raise EngineError(
                 f"engine {self.name}: asked to become {role}; its ranks are grouped as profile {self.core.profile.name} has "
                 f"them, not as {self._cluster.profile(role).name} of that role: it would have to be restarted"
