@@ -19,7 +19,7 @@ from prorsa.config import Batches, Config, ConfigError, ForecastKind
 from prorsa.engines.launcher import EmbeddedLauncher
 from prorsa.engines.protocol import Engine, Role, SamplingParams
 from prorsa.engines.sglang import SGLangEngine
-from prorsa.engines.sglang_server.flags import EngineFlags
+from prorsa.engines.sglang_server.flags import EngineFlags, Mooncake
 from prorsa.engines.sglang_server.launcher import SGLangLauncher, gpu_here
 from prorsa.forecast.durations import Floats
 from prorsa.forecast.forecast import Forecaster
@@ -92,6 +92,7 @@ def _sglang_launcher(config: Config, log_dir: Path) -> SGLangLauncher:
         max_running=cluster.max_running,
         max_waiting=cluster.max_waiting,
         tensor_parallel=cluster.gpus_per_prefill,
+        kv_store=Mooncake(sglang.kv_store_master) if sglang.kv_store_master else None,
         extra=tuple(sglang.flags),
     )
     return SGLangLauncher(
@@ -99,7 +100,8 @@ def _sglang_launcher(config: Config, log_dir: Path) -> SGLangLauncher:
         flags,
         start_seconds=sglang.start_timeout,
         log_dir=log_dir,
-        kv_store_dir=Path(sglang.kv_store_dir) if sglang.kv_store_dir else None,
+        kv_store_dir=Path(sglang.kv_store_dir or config.run_dir) if sglang.kv_store == "file" else None,
+        mooncake_gb=sglang.kv_store_gb if sglang.kv_store == "mooncake" and not sglang.kv_store_master else None,
     )
 
 

@@ -97,10 +97,15 @@ class SGLang(Section):
     """Further command-line flags of every engine, after ours."""
     start_timeout: Seconds = 1200.0
     """Longest time from an engine's start until it serves."""
+    kv_store: Literal["none", "file", "mooncake"] = "none"
+    """Where the engines share their KV (SGLang's hierarchical cache): in files, or in a Mooncake store. With `none` a resent
+    request is computed anew, as far as its new engine has no prefix of it. `cluster.kv_store_tokens` is for embedded engines."""
     kv_store_dir: str | None = None
-    """Directory for the files in which the engines share their KV (SGLang's hierarchical cache); they go when the run ends.
-    Without it a resent request is computed anew, as far as its new engine has no prefix of it. `cluster.kv_store_tokens` is
-    for embedded engines."""
+    """`file`: the directory below which each run has one, which goes when the run ends. The default is `run_dir`."""
+    kv_store_gb: Annotated[float, Field(gt=0)] = 4.0
+    """`mooncake`: memory of the store that is started on this machine, GiB."""
+    kv_store_master: str | None = None
+    """`mooncake`: HOST:PORT of the master of a store that runs already, in place of one that is started."""
 
 
 class Policy(Section):
@@ -296,6 +301,13 @@ def _impossibilities(config: Config) -> list[str]:
             f"cluster.gpus_per_decode={cluster.gpus_per_decode}: an SGLang engine keeps its GPUs when its role flips; "
             f"make it equal to cluster.gpus_per_prefill={cluster.gpus_per_prefill}"
         )
+    sglang = config.sglang
+    for key, value, store in (
+        ("kv_store_dir", sglang.kv_store_dir, "file"),
+        ("kv_store_master", sglang.kv_store_master, "mooncake"),
+    ):
+        if value is not None and sglang.kv_store != store:
+            problems.append(f"sglang.{key}={value!r}: of no use with sglang.kv_store={sglang.kv_store}; set that to {store}")
     if cluster.kv_tokens < config.model.max_context + cluster.block_tokens:
         problems.append(
             f"cluster.kv_tokens={cluster.kv_tokens}: one trajectory of model.max_context={config.model.max_context} "

@@ -66,10 +66,12 @@ def _prepare_hierarchical_cache() -> None:
     from sglang.srt.mem_cache.pool_host import common, mha
 
     common._cuda_host_register = lambda *arguments, **options: None
-    mha.transfer_kv_direct = _copy_pages
+    mha.transfer_kv_direct = _copy_tokens
+    mha.transfer_kv_all_layer_direct_lf_pf = _copy_into_pages
+    mha.transfer_kv_per_layer_direct_pf_lf = _copy_from_pages
 
 
-def _copy_pages(
+def _copy_tokens(
     src_layers: Sequence[torch.Tensor],
     dst_layers: Sequence[torch.Tensor],
     src_indices: torch.Tensor,
@@ -78,3 +80,29 @@ def _copy_pages(
 ) -> None:
     for source, target in zip(src_layers, dst_layers, strict=True):
         target[dst_indices] = source[src_indices]
+
+
+def _copy_into_pages(
+    src_ptrs: Sequence[torch.Tensor],
+    dst_ptrs: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    """From layers, all of K and then all of V, which tokens index, to K and V, which page, layer and place in the page do."""
+    layers = len(src_ptrs) // len(dst_ptrs)
+    for number, source in enumerate(src_ptrs):
+        target = dst_ptrs[number // layers]
+        target[dst_indices // page_size, number % layers, dst_indices % page_size] = source[src_indices]
+
+
+def _copy_from_pages(
+    src_ptrs: Sequence[torch.Tensor],
+    dst_ptrs: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    layer_id: int,
+    page_size: int,
+) -> None:
+    for source, target in zip(src_ptrs, dst_ptrs, strict=True):
+        target[dst_indices] = source[src_indices // page_size, layer_id, src_indices % page_size]

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from prorsa.engines.protocol import Role
 
 HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Mooncake:
+    """A Mooncake store for the KV that engines share."""
+
+    master: str
+    """Address of its master, HOST:PORT."""
+    protocol: str | None = None
+    """`tcp` or `rdma`; None leaves it to the environment variable MOONCAKE_PROTOCOL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +33,8 @@ class EngineFlags:
     max_running: int
     max_waiting: int
     tensor_parallel: int = 1
-    kv_store: str | None = None
-    """Directory of the KV that the engines share, as files; None: each has only its own."""
+    kv_store: str | Mooncake | None = None
+    """Where the KV is that the engines share: a directory for files, or Mooncake; None: each has only its own."""
     extra: tuple[str, ...] = ()
     """After all others, so that they win."""
 
@@ -57,16 +67,26 @@ class EngineFlags:
         return [*flags, *self._shared_kv(), *self.extra]
 
     def _shared_kv(self) -> list[str]:
-        if self.kv_store is None:
-            return []
-        storage = {"file_storage_path": self.kv_store, "prefetch_threshold": self.block_tokens}
+        storage: dict[str, Any] = {"prefetch_threshold": self.block_tokens}
+        match self.kv_store:
+            case None:
+                return []
+            case Mooncake(master, protocol):
+                backend, layout = "mooncake", "page_first_direct"
+                # The engines hold none of it, so that none is lost with an engine.
+                storage |= {"master_server_address": master, "global_segment_size": 0}
+                if protocol is not None:
+                    storage |= {"protocol": protocol, "local_hostname": HOST}
+            case directory:
+                backend, layout = "file", "layer_first"
+                storage["file_storage_path"] = directory
         return [
             "--enable-hierarchical-cache",
             "--hicache-io-backend=direct",
-            "--hicache-mem-layout=layer_first",
+            f"--hicache-mem-layout={layout}",
             # What is computed is written at once: an engine that flips or dies takes nothing with it.
             "--hicache-write-policy=write_through",
-            "--hicache-storage-backend=file",
+            f"--hicache-storage-backend={backend}",
             "--hicache-storage-prefetch-policy=wait_complete",
             f"--hicache-storage-backend-extra-config={json.dumps(storage)}",
         ]

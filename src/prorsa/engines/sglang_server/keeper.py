@@ -1,8 +1,9 @@
 """Starts SGLang engines, watches them and ends with its parent. Runs in the engines' interpreter, as a process of its own.
 
-It reads commands from stdin and writes what happens to stdout, both as a JSON object a line. Each engine is a session of its
-own (a process group), so that nothing of it is left when it ends. When stdin ends, every engine is killed: a parent that
-dies by SIGKILL leaves none behind. An engine whose keeper dies is killed by the kernel.
+It reads commands from stdin and writes what happens to stdout, both as a JSON object a line. Beside engines (`start`) it runs
+other commands (`run`). Each child is a session of its own (a process group), so that nothing of it is left when it ends.
+When stdin ends, every child is killed: a parent that dies by SIGKILL leaves none behind. A child whose keeper dies is killed
+by the kernel.
 
 On a CPU the engines are forked from this process, which has imported SGLang once and has a single thread. With a GPU, whose
 driver must not be forked, each is a process started anew.
@@ -31,14 +32,14 @@ STOP_SECONDS = 12.0
 end."""
 PR_SET_PDEATHSIG = 1
 Spawn = Callable[[list[str], int], int]
-"""Command line of an engine and the file descriptor of its log -> process id, which is also the group's."""
+"""Arguments and the file descriptor of the log -> process id, which is also the group's."""
 
 
 class Keeper:
     def __init__(self, spawn: Spawn, tell: Callable[[dict[str, Any]], None]) -> None:
         self._spawn = spawn
         self._tell = tell
-        self._engines: dict[int, str] = {}
+        self._children: dict[int, str] = {}
         self._kill_at: dict[int, float] = {}
 
     def run(self) -> None:
@@ -67,33 +68,39 @@ class Keeper:
             self._kill_late()
 
     def end(self) -> None:
-        for pid in self._engines:
+        for pid in self._children:
             _kill_group(pid)
 
     def _obey(self, command: dict[str, Any]) -> None:
-        if command["do"] == "start":
-            log = os.open(command["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            pid = self._spawn(command["flags"], log)
-            os.close(log)
-            self._engines[pid] = command["engine"]
-            self._tell({"event": "started", "engine": command["engine"], "pid": pid})
-        else:
-            for pid, name in self._engines.items():
-                if name == command["engine"] and pid not in self._kill_at:
-                    os.kill(pid, signal.SIGTERM)
-                    self._kill_at[pid] = time.monotonic() + STOP_SECONDS
+        match command["do"]:
+            case "start":
+                self._start(command, self._spawn)
+            case "run":
+                self._start(command, start_process)
+            case "stop":
+                for pid, name in self._children.items():
+                    if name == command["name"] and pid not in self._kill_at:
+                        os.kill(pid, signal.SIGTERM)
+                        self._kill_at[pid] = time.monotonic() + STOP_SECONDS
+
+    def _start(self, command: dict[str, Any], spawn: Spawn) -> None:
+        log = os.open(command["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        pid = spawn(command["arguments"], log)
+        os.close(log)
+        self._children[pid] = command["name"]
+        self._tell({"event": "started", "name": command["name"], "pid": pid})
 
     def _patience(self) -> float | None:
         return max(0.0, min(self._kill_at.values()) - time.monotonic()) if self._kill_at else None
 
     def _bury(self) -> None:
-        for pid in list(self._engines):
+        for pid in list(self._children):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 _kill_group(pid)
                 self._kill_at.pop(pid, None)
-                name = self._engines.pop(pid)
-                self._tell({"event": "ended", "engine": name, "pid": pid, "status": os.waitstatus_to_exitcode(status)})
+                name = self._children.pop(pid)
+                self._tell({"event": "ended", "name": name, "pid": pid, "status": os.waitstatus_to_exitcode(status)})
 
     def _kill_late(self) -> None:
         for pid, when in self._kill_at.items():
@@ -110,9 +117,13 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def start_process(flags: list[str], log: int) -> int:
+def start_engine(flags: list[str], log: int) -> int:
+    return start_process([sys.executable, "-m", "sglang.launch_server", *flags], log)
+
+
+def start_process(command: list[str], log: int) -> int:
     process = subprocess.Popen(
-        [sys.executable, "-m", "sglang.launch_server", *flags],
+        command,
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
@@ -201,7 +212,7 @@ def main() -> None:
     if on_cpu:
         import_engine()
     tell({"event": "ready"})
-    keeper = Keeper(fork_engine if on_cpu else start_process, tell)
+    keeper = Keeper(fork_engine if on_cpu else start_engine, tell)
     try:
         keeper.run()
     finally:
