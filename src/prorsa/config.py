@@ -99,7 +99,8 @@ class SGLang(Section):
     """Longest time from an engine's start until it serves."""
     kv_store: Literal["none", "file", "mooncake"] = "none"
     """Where the engines share their KV (SGLang's hierarchical cache): in files, or in a Mooncake store. With `none` a resent
-    request is computed anew, as far as its new engine has no prefix of it. `cluster.kv_store_tokens` is for embedded engines."""
+    request is computed anew, as far as its new engine has no prefix of it. `cluster.kv_store_tokens` is for embedded
+    engines."""
     kv_store_dir: str | None = None
     """`file`: the directory below which each run has one, which goes when the run ends. The default is `run_dir`."""
     kv_store_gb: Annotated[float, Field(gt=0)] = 4.0
