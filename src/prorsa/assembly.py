@@ -10,12 +10,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
-from prorsa.allocation import Adaptive, Colocated, Policy, PrefillSpeed, Static
+from prorsa.allocation import Adaptive, Colocated, EngineCosts, Planned, Policy, PrefillSpeed, Static
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.observers import Observer
 from prorsa.cluster.router import Limits
 from prorsa.cluster.switcher import Restarter, SwitchLimits
-from prorsa.config import Batches, Config, ConfigError, ForecastKind
+from prorsa.config import Batches, Config, ConfigError, ForecastKind, RolePolicy
 from prorsa.engines.launcher import EmbeddedLauncher
 from prorsa.engines.protocol import Engine, Role, SamplingParams
 from prorsa.engines.sglang import SGLangEngine
@@ -26,6 +26,8 @@ from prorsa.forecast.forecast import Forecaster
 from prorsa.forecast.forecaster import LifecycleForecaster
 from prorsa.forecast.injection import FixedRate, GroupReplenishment, Injection, ReplaceOnReward
 from prorsa.forecast.survival import SurvivalForecaster
+from prorsa.profiles import load_profile
+from prorsa.profiles.instance import ProfileCosts
 from prorsa.rollout.episode import Bounds, Environment
 from prorsa.rollout.rewards.exact import ExactReward
 from prorsa.rollout.sandboxes.base import Sandboxes
@@ -118,13 +120,49 @@ def checkpoint(config: Config) -> str:
 
 def build_policy(config: Config) -> Policy:
     cluster, policy = config.cluster, config.policy
-    match policy.name:
+    costs = None
+    if policy.name == "planned":
+        if policy.profile is None:
+            raise ConfigError(
+                "policy.profile=null: policy.name=planned plans with what an instance can do; measure it with `prorsa "
+                "profile --config FILE --out PROFILE.yaml`, or use policy.name=adaptive"
+            )
+        costs = ProfileCosts(load_profile(policy.profile))
+    flips_to_mixed = cluster.engine != "sglang"
+    gpus = cluster.gpus_per_prefill, cluster.gpus_per_decode, cluster.budget
+    return role_policy(policy, policy.initial_split(cluster.instances), gpus, costs, flips_to_mixed=flips_to_mixed)
+
+
+def role_policy(
+    section: RolePolicy,
+    split: tuple[int, int],
+    gpus: tuple[int, int, int],
+    costs: EngineCosts | None,
+    *,
+    flips_to_mixed: bool = True,
+    prefill_every: int = 0,
+) -> Policy:
+    """`split` is the roles to start in, `gpus` are those of a prefill and of a decode instance and the budget. `costs` may be
+    None where the policy does not plan."""
+    match section.name:
         case "colocated":
             return Colocated()
         case "static":
-            return Static(*policy.initial_split(cluster.instances))
+            return Static(*split)
         case "adaptive":
-            return Adaptive(cluster.gpus_per_prefill, cluster.gpus_per_decode, cluster.budget)
+            return Adaptive(*gpus)
+        case "planned":
+            assert costs is not None
+            planning = section.planning
+            return Planned(
+                costs,
+                mixed=planning.mixed and flips_to_mixed,
+                prefill_every=prefill_every,
+                gain=planning.gain,
+                even_out=planning.even_out,
+                patience=planning.patience,
+                at_syncs=planning.at_syncs,
+            )
 
 
 def build_injection(rollout: Batches) -> Injection | None:

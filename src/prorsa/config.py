@@ -109,13 +109,37 @@ class SGLang(Section):
     """`mooncake`: HOST:PORT of the master of a store that runs already, in place of one that is started."""
 
 
-class Policy(Section):
-    name: Literal["adaptive", "static", "colocated"] = "adaptive"
-    """`adaptive`: roles follow the forecast; `static`: the split stays; `colocated`: every instance does both stages."""
+class Planning(Section):
+    """How `policy.name=planned` plans; it alone reads this. docs/policy.md explains it."""
+
+    gain: float = Field(default=0.01, ge=0)
+    """What other roles must promise more than the present ones, as a fraction."""
+    mixed: bool = True
+    """Whether instances may become mixed, and so the whole cluster colocated. SGLang's keep the stage that they have."""
+    even_out: bool = True
+    """Whether decodes move to decode instances that have just become some."""
+    patience: float = Field(default=0.0, ge=0)
+    """Seconds that an instance which leaves its role goes on with what it serves; then that is resent."""
+    at_syncs: bool = True
+    """Whether it also decides when weights were updated and when a step begins, beside every `horizon` seconds."""
+
+
+class RolePolicy(Section):
+    """Who decides the roles; real and simulated clusters have it in common."""
+
+    name: Literal["adaptive", "planned", "static", "colocated"] = "adaptive"
+    """`adaptive`: roles follow the forecast by the paper's rule; `planned`: they are those under which the work ahead gets on
+    best; `static`: the split stays; `colocated`: every instance does both stages."""
     split: str | None = None
-    """`n_P:n_D` for `static`; for `adaptive` the roles to start with. The default halves the instances."""
+    """`n_P:n_D` for `static`; for `adaptive` and `planned` the roles to start with. The default halves the instances."""
     horizon: Seconds = 10.0
     """S: how far the forecast looks, and how often the manager decides (paper, 4.1.2)."""
+    planning: Planning = Planning()
+
+
+class Policy(RolePolicy):
+    profile: str | None = None
+    """What an instance can do, for `planned`: the name of a shipped profile, or a file that `prorsa profile` wrote."""
     forecast: ForecastKind = "decode-returns"
     """`paper`: one step of each trajectory's lifecycle; `decode-returns`: the next requests of trajectories in DECODE too,
     which the paper leaves out and which are most of the arrivals where turns are shorter than the horizon; `survival`: all

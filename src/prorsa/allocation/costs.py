@@ -14,6 +14,11 @@ class EngineCosts(Protocol):
         ...
 
     @property
+    def chunk(self) -> int:
+        """Prompt tokens that a rank prefills in one step."""
+        ...
+
+    @property
     def flip_s(self) -> float:
         """Dead time of a role switch after the drain."""
         ...
@@ -23,8 +28,8 @@ class EngineCosts(Protocol):
         all prefill such requests in full chunks: the instance does one over this in a second."""
         ...
 
-    def prefill_alone_s(self, new: float, prefix: float) -> float:
-        """The same request on an instance that has nothing else to do: its latency."""
+    def prefill_step_s(self, tokens: float, prefix: float, share: float) -> float:
+        """One step of an instance of which the part `share` of the ranks prefills `tokens` each, after `prefix`."""
         ...
 
     def decode_step_s(self, decodes: float, context: float) -> float:

@@ -448,7 +448,7 @@ class _Outlook:
             queued_new=queued_new / max(queued, 1),
             queued_prefix=(queued_tokens - queued_new) / max(queued, 1),
             decoding=decoding,
-            decoding_left=self._left,
+            decoding_left=self._memoryless_left(decoding),
             decoding_context=float(self._context.mean()) if decoding else 0.0,
             returns=tuple(others.reshape(SLICES, -1).sum(axis=1).tolist()),
             ahead=AHEAD * self._horizon,
@@ -460,6 +460,12 @@ class _Outlook:
             token_s=1.0 / self._speed if self._speed > 0.0 else 0.0,
             prefill_s=self._line[0] + self._line[1] * new if self._learnt._latency.count else 0.0,
         )
+
+    def _memoryless_left(self, decoding: int) -> float:
+        stay = float(self._stays[REQUESTS, BINS - 1]) / max(decoding, 1)
+        if not 0.0 < stay < 1.0:
+            return 0.0 if not decoding else self._left
+        return min(self._speed * self._horizon / -math.log(stay), self._left)
 
     def _mix(self) -> Floats:
         """Share of each task in the live trajectories."""

@@ -25,7 +25,8 @@ class Work:
     decoding: float
     """Trajectories in DECODE."""
     decoding_left: float
-    """Output tokens that the turn of such a trajectory has still to make."""
+    """Output tokens that the turn of such a trajectory has still to make: the mean of memoryless turns of which as many would
+    end within a horizon, for the real mean is that of a few long ones."""
     decoding_context: float
     """Tokens of context that it has."""
     returns: tuple[float, ...]

@@ -1,0 +1,64 @@
+"""The policy that plans: it takes the roles under which the work ahead gets on best (`docs/policy.md`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from prorsa.allocation.costs import EngineCosts
+from prorsa.allocation.outlook import Bounds, yields
+from prorsa.allocation.policies import Handling, Moment, Policy, Situation
+from prorsa.allocation.solver import Allocation
+
+
+@dataclass(frozen=True)
+class Planned(Policy):
+    """Compares what every allocation of the instances in service would yield, the present one included."""
+
+    costs: EngineCosts
+    mixed: bool = True
+    """Whether instances may become mixed while they run."""
+    prefill_every: int = 0
+    """Cadence of mixed instances: one step in so many may prefill; 0 is every one."""
+    gain: float = 0.01
+    """What other roles must promise more than the present ones, as a fraction."""
+    even_out: bool = True
+    patience: float = 0.0
+    at_syncs: bool = True
+    """Whether it decides at other moments than those of the grid."""
+
+    def decide(self, situation: Situation) -> Allocation | None:
+        """Keeps the roles where no trajectory is live, and where there is no choice. Raises ValueError without `Work`."""
+        current, work = situation.current, situation.work
+        if work is None:
+            raise ValueError("a plan needs a forecast that says what the work is; use policy.forecast=survival")
+        if not situation.live or (situation.moment is not Moment.GRID and not self.at_syncs):
+            return current
+        candidates = self._candidates(current)
+        if len(candidates) < 2:
+            return current
+        bounds = Bounds(situation.demand.decode_capacity, self.prefill_every)
+        found = yields(work, current, candidates, self.costs, bounds)
+        best = int(np.argmax(found))
+        return candidates[best] if found[best] > found[candidates.index(current)] * (1.0 + self.gain) else current
+
+    def handling(self, situation: Situation, target: Allocation) -> Handling:
+        return Handling(self.patience, self.even_out)
+
+    def _candidates(self, current: Allocation) -> list[Allocation]:
+        """The present roles, and all others that can serve: one of each role, or a mixed one. Instances that decode without
+        any that prefills end what they have."""
+        total = current.total
+        if not self.mixed:
+            # What was launched mixed stays so.
+            split = total - current.mixed
+            found = [Allocation(prefill, split - prefill, current.mixed) for prefill in range(1, split)]
+        else:
+            found = [
+                Allocation(prefill, total - prefill - mixed, mixed)
+                for mixed in range(total + 1)
+                for prefill in range(total - mixed + 1)
+                if mixed or 0 < prefill < total
+            ]
+        return found if current in found else [*found, current]
