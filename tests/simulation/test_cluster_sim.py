@@ -135,6 +135,27 @@ def test_a_request_waits_for_steps_of_an_engine_at_work_alone(profile: Profile) 
     run(main())
 
 
+def test_a_token_comes_steps_late_while_there_is_more_to_do(profile: Profile) -> None:
+    async def arrivals(late_steps: float) -> tuple[float, float, float]:
+        """Of the first and the last token of a request, and how long a step took between them."""
+        _, (engine,) = cluster(profile.model_copy(update={"late_steps": late_steps}), "M")
+        now = asyncio.get_running_loop().time
+        start, times, step_s = now(), [], 0.0
+        async for _ in engine.generate(request()):
+            times.append(now() - start)
+            step_s = step_s or engine.core.step_s
+        return times[0], times[-1], step_s
+
+    async def main() -> None:
+        first, last, step_s = await arrivals(0.0)
+        late_first, late_last, _ = await arrivals(1.0)
+        assert late_first == pytest.approx(first + step_s)
+        # No step follows the last one.
+        assert late_last == last
+
+    run(main())
+
+
 def test_the_budget_ends_a_turn_with_length(profile: Profile) -> None:
     async def main() -> None:
         world, (engine,) = cluster(profile, "M")

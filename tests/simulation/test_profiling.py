@@ -249,9 +249,9 @@ def assert_prefill(found: Measured, way_s: float = WAY_S) -> None:
     assert_grid(found.prefill, lambda new, prefix: prefill_s(new, prefix) - (found.request_s - way_s))
 
 
-def assert_grid(grid: dict[tuple[int, int], float], cost: Callable[[float, float], float]) -> None:
+def assert_grid(grid: dict[tuple[int, int], float], cost: Callable[[float, float], float], rel: float = 1e-9) -> None:
     for (tokens, context), seconds in grid.items():
-        assert seconds == pytest.approx(cost(tokens, context), rel=1e-9), (tokens, context)
+        assert seconds == pytest.approx(cost(tokens, context), rel=rel), (tokens, context)
 
 
 def test_three_engines_give_every_cost_back() -> None:
@@ -292,7 +292,8 @@ def test_what_happens_beside_the_steps_is_no_part_of_them() -> None:
     assert found.late_steps == pytest.approx(1, rel=0.02)
     assert found.mixed_guests is not None
     assert 0 < found.mixed_guests.steps < 1
-    assert_grid(found.decode, decode_s)
+    # The step that a token came with is the next one's.
+    assert_grid(found.decode, decode_s, rel=1e-3)
 
 
 def test_a_pair_alone_keeps_the_latency_in_its_prefill_times() -> None:
@@ -337,7 +338,7 @@ def test_a_written_profile_reads_back_and_prices_what_was_measured(tmp_path: Pat
 
 def test_what_one_engine_cannot_show_is_said_to_be_assumed(tmp_path: Path) -> None:
     found = measured(Role.MIXED)
-    assert_grid(found.prefill, prefill_s)
+    assert_prefill(found)
     assert (found.link, found.store_tokens_per_s, found.flip_s) == (None, None, None)
     profile = write_profile(tmp_path / "one.yaml", found, LIMITS, FACTS)
     assert profile.source == "a test; not measured but assumed: network, flip_s"
@@ -350,7 +351,7 @@ def test_prompts_are_not_cached_by_accident() -> None:
     with pytest.raises(EngineError, match=r"had 0 of 64 tokens cached.*prefix cache"):
         measured(Role.MIXED, world=World(caching=False), **kwargs)
     again = measured(Role.MIXED, **kwargs)
-    assert_grid({point: seconds for point, seconds in again.prefill.items() if point[1] == 0}, prefill_s)
+    assert_prefill(again)
 
 
 @pytest.mark.parametrize(

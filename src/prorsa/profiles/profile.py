@@ -60,6 +60,9 @@ class Profile(Section):
     only between steps."""
     prefill_request_s: NonNegative = 0.0
     """What each request after the first adds to a step that prefills several, beside their tokens: host time, seconds."""
+    late_steps: NonNegative = 0.0
+    """Steps of a mixed instance after which its reader has what a step made, where the host tells of one while, or after,
+    the next is computed."""
     decode_request_s: NonNegative = 0.0
     """What a request that was prefilled elsewhere adds to the decode step that it joins, beside its token: host time."""
     handover_steps: NonNegative = 0.0

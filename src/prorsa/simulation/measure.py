@@ -1,9 +1,10 @@
 """Measures running engines through their protocol and writes the profile that simulates them.
 
 What one endpoint can tell: a *whole* request on a mixed engine, or its two legs on a prefill and a decode engine. Prefill is
-the time to the first token of a request for one token; decode is the time between tokens while a batch of requests runs;
-both less what a request takes on its way (`request_s`, the round trip of a question that no engine step answers). A measured
-step contains the engine's host time, and an engine is measured as one whole: the profile has one rank and no step overhead.
+the time to the first token of a request for one token, less what a request takes on its way (`request_s`: by what that time
+is longer than such a request holds up an engine at work, and the round trip of a question that no engine step answers at
+least); decode is the time between tokens while a batch of requests runs. A measured step contains the engine's host time, and
+an engine is measured as one whole: the profile has one rank and no step overhead.
 
 Prompts are random tokens, so that none begins like another by accident; a prefix is warmed before it counts as cached.
 Points take turns, round after round, so that a change of the machine's speed meets them all; each is the median of its
@@ -92,6 +93,8 @@ class Guests:
     """By how much each holds up the others, beside the steps that it takes part in."""
     steps: float
     """For how many steps it is kept waiting, beside what it waits for on an idle engine."""
+    idle_s: float
+    """Time to the first token of such a request on an idle engine, if that is its only one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,8 @@ class Measured:
     kv_tokens: int
     request_s: float
     prefill_request_s: float
+    late_steps: float
+    """How many steps after its own a token comes, on a mixed engine; 0 where there is none."""
     update_s: float
     mixed_guests: Guests | None
     """On a mixed engine."""
@@ -167,26 +172,28 @@ async def measure(engines: Sequence[Engine], limits: Limits, report: Report, wei
     bench = _Bench(replace(limits, max_context=min(limits.max_context, kv_tokens)), report, weights)
     for each in filter(None, (mixed, pair)):
         await bench.warm_up(each)
-    request_s = await bench.round_trip(server.prefill)
+    round_trip = await bench.round_trip(server.prefill)
     first_token = await bench.prefill(server)
     decode = await bench.decode(server, kv_tokens)
     prefill_request_s = await bench.prefill_request(server)
-    mixed_guests = None if mixed is None else await bench.guests(mixed, kv_tokens)
+    late = 0.0 if mixed is None else await bench.late(mixed, min(decode.values()))
+    mixed_guests = None if mixed is None else await bench.guests(mixed, kv_tokens, late)
     pair_guests = link = store = flip_s = None
     if pair is not None:
-        pair_guests = await bench.guests(pair, kv_tokens)
+        pair_guests = await bench.guests(pair, kv_tokens, 0.0)
         link, store = await bench.movement(pair, mixed)
         flip_s = await bench.flips(pair)
     await bench.reload(server.decode)
     # Where the legs were timed, the KV of the new tokens moved after they were computed.
     moving = 1 / link.tokens_per_s if mixed is None and link is not None else 0.0
-    prefill = {(new, prefix): seconds - request_s - new * moving for (new, prefix), seconds in first_token.items()}
+    request_s = round_trip if mixed_guests is None else max(round_trip, mixed_guests.idle_s - mixed_guests.held_s)
     return Measured(
-        prefill=prefill,
+        prefill=_steps_of(first_token, request_s, moving),
         decode=decode,
         kv_tokens=kv_tokens,
         request_s=request_s,
         prefill_request_s=prefill_request_s,
+        late_steps=late,
         update_s=median(bench.reloads),
         mixed_guests=mixed_guests,
         pair_guests=pair_guests,
@@ -262,25 +269,28 @@ class _Bench:
                 for batch in batches:
                     if batch * (context + DECODED // 2) <= kv_tokens:
                         self._report(f"decode of {batch} x {context} tokens, round {number} of {self._limits.rounds}")
-                        seen.setdefault((batch, context), []).append(await self._decode_once(server, batch, context))
+                        several = seen.setdefault((batch, context), [])
+                        several.extend(filter(None, [await self._decode_once(server, batch, context)]))
         times: dict[Point, float] = {}
-        for batch in {batch for batch, _ in seen}:
+        for batch in sorted({batch for batch, _ in seen}):
+            if not all(several for (size, _), several in seen.items() if size == batch):
+                raise EngineError(
+                    f"engine {server.decode.name}: asked for {batch} requests at once; they never ran together: give a "
+                    "smaller --max-running"
+                )
             line = sorted(_medians(several) for (size, _), several in seen.items() if size == batch)
             times |= {(size, context): _on_line(line, context) for size, context in seen if size == batch}
         return _completed(times)
 
-    async def _decode_once(self, server: Server, batch: int, context: int) -> tuple[float, float]:
-        """(mean context, seconds between tokens), while all requests of the batch run."""
+    async def _decode_once(self, server: Server, batch: int, context: int) -> tuple[float, float] | None:
+        """(mean context, seconds between tokens), while all requests of the batch run; None where they hardly did."""
         prompts = [self._tokens(context - DECODED // 2) for _ in range(batch)]
         # Once they are cached, the requests start nearly together.
         await asyncio.gather(*(self._serve(server, prompt, 1) for prompt in prompts))
         runs = await asyncio.gather(*(self._serve(server, prompt, DECODED) for prompt in prompts))
         pace = _pace(runs)
         if pace.steps < DECODED // 4:
-            raise EngineError(
-                f"engine {server.decode.name}: asked for {batch} requests at once; they did not run together: give a "
-                "smaller --max-running"
-            )
+            return None
         return context - DECODED // 2 + pace.before + (pace.steps - 1) / 2, pace.step_s
 
     async def prefill_request(self, server: Server) -> float:
@@ -297,7 +307,17 @@ class _Bench:
                 extra.append((several - (one.prefilled - one.start)) / (prompts - 1))
         return max(0.0, median(extra))
 
-    async def guests(self, server: Server, kv_tokens: int) -> Guests | None:
+    async def late(self, server: Server, step_s: float) -> float:
+        """How many steps after the one that makes it a token comes while there is more to do: an engine that overlaps its
+        host's work with its steps tells of one when the next is done, or under way. `step_s`: of one short request."""
+        self._report("overlap")
+        late = []
+        for _ in range(WARM_UPS * self._limits.rounds):
+            only, first = [(await self._serve(server, self._tokens(PAGE), new)).first_token_s for new in (1, WARM_UPS)]
+            late.append((first - only) / step_s)
+        return max(0.0, median(late))
+
+    async def guests(self, server: Server, kv_tokens: int, late: float) -> Guests | None:
         """Requests for two tokens, one after another, while a batch decodes. None where two do not fit at once."""
         tokens = min(self._limits.max_context, PAGE + BACKGROUND_TOKENS)
         batch = min(BACKGROUND, self._limits.max_running // 2, kv_tokens // (2 * tokens))
@@ -305,11 +325,12 @@ class _Bench:
             return None
         held: list[float] = []
         steps: list[float] = []
+        idle: list[float] = []
         for number in self._rounds():
             self._report(f"requests to a busy engine, round {number} of {self._limits.rounds}")
             alone = _pace(await self._decode_batch(server, batch))
             larger = _pace(await self._decode_batch(server, 2 * batch))
-            idle = median([(await self._serve(server, self._tokens(PAGE), 2)).first_token_s for _ in range(WARM_UPS)])
+            idle += [(await self._serve(server, self._tokens(PAGE), 1)).first_token_s for _ in range(WARM_UPS)]
             work = asyncio.ensure_future(self._decode_batch(server, batch))
             guests: list[_Served] = []
             while not work.done():
@@ -320,8 +341,8 @@ class _Bench:
                 # Each was one more request in one step.
                 own = (larger.step_s - alone.step_s) / batch
                 held.append(pace.steps * (pace.step_s - alone.step_s) / len(guests) - own)
-                steps.append((median(guest.first_token_s for guest in guests) - idle) / alone.step_s)
-        return Guests(max(0.0, median(held)), max(0.0, median(steps))) if held else None
+                steps.append((median(guest.first_token_s for guest in guests) - median(idle)) / alone.step_s - late)
+        return Guests(max(0.0, median(held)), max(0.0, median(steps)), median(idle)) if held else None
 
     async def _decode_batch(self, server: Server, batch: int) -> list[_Served]:
         """Short prompts and long outputs."""
@@ -419,11 +440,13 @@ class _Pace:
 
 
 def _pace(runs: Sequence[_Served]) -> _Pace:
+    # Where tokens come late, the last one does not: no step follows it.
+    arrivals = [run.arrivals[:-1] or run.arrivals for run in runs]
     # The last one to join did so in the middle of a step, perhaps; with its second token that step is over.
-    begin = max(run.arrivals[min(1, len(run.arrivals) - 1)][0] for run in runs)
-    end = min(run.arrivals[-1][0] for run in runs)
-    before = [sum(tokens for time, tokens in run.arrivals if time <= begin) for run in runs]
-    within = [sum(tokens for time, tokens in run.arrivals if begin < time <= end) for run in runs]
+    begin = max(several[:2][-1][0] for several in arrivals)
+    end = min(several[-1][0] for several in arrivals)
+    before = [sum(tokens for time, tokens in several if time <= begin) for several in arrivals]
+    within = [sum(tokens for time, tokens in several if begin < time <= end) for several in arrivals]
     return _Pace(begin, end, fmean(before), fmean(within))
 
 
@@ -497,18 +520,33 @@ def _on_line(line: Sequence[tuple[float, float]], x: float) -> float:
 def _completed(times: dict[Point, float]) -> dict[Point, float]:
     """With the corner that the engine's limits cut off the rectangle, so that whoever interpolates near it finds four points.
 
-    There attention, whose work is tokens x context, goes on as it grew for the largest number of tokens that was measured.
+    There each number of tokens goes on along the line of its own times, since its attention grows with the context. One that
+    was measured at a single context grows as the largest that was measured at more, in proportion to its tokens.
     """
     sizes, contexts = (sorted({point[axis] for point in times}) for axis in (0, 1))
+    lines = {
+        size: {context: [times[size, context]] for context in contexts if (size, context) in times} for size in sizes
+    }
+    growths = {size: _line(line)[0] for size, line in lines.items() if len(line) > 1}
     full = dict(times)
-    for size in sizes:
-        reached = [context for context in contexts if (size, context) in times]
+    for size, line in lines.items():
+        last = max(line)
         for context in contexts:
-            if context > reached[-1]:
-                other = max(s for s in sizes if (s, context) in times)
-                growth = max(0.0, times[other, context] - times[other, reached[-1]]) / other
-                full[size, context] = times[size, reached[-1]] + growth * size
+            if context > last:
+                growth = growths.get(size, growths[max(growths)] / max(growths) * size)
+                full[size, context] = times[size, last] + growth * (context - last)
     return full
+
+
+def _steps_of(first_token: dict[Point, float], request_s: float, moving: float) -> dict[Point, float]:
+    """Times to the first token without the way, and without `moving` seconds for each new token. Raises `EngineError`."""
+    times = {(new, prefix): seconds - request_s - new * moving for (new, prefix), seconds in first_token.items()}
+    if min(times.values()) <= 0:
+        raise EngineError(
+            f"the engines took {1000 * min(first_token.values()):.1f} ms to a first token, {1000 * request_s:.1f} ms of it "
+            "on the way: something else held them up; measure them again while their machine has no other work"
+        )
+    return times
 
 
 def _line(times: dict[int, list[float]]) -> tuple[float, float]:
@@ -575,6 +613,7 @@ def write_profile(path: Path, measured: Measured, limits: Limits, facts: Facts) 
         max_running=limits.max_running,
         request_s=measured.request_s,
         prefill_request_s=measured.prefill_request_s,
+        late_steps=measured.late_steps,
         # Until the next step begins, which is half of one on average, a simulated request waits by itself.
         request_steps=0.0 if mixed is None else max(0.0, mixed.steps - 0.5),
         decode_request_s=0.0 if pair is None else pair.held_s,
