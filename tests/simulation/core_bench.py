@@ -47,6 +47,8 @@ class Costs:
 
     token: float = 0.01
     prefix: float = 0.0
+    read: float = 0.0
+    """What each request after the first of a chunk costs for each token of its own prefix."""
     request: float = 0.125
     context: float = 0.0
     together: float = 0.5
@@ -59,6 +61,9 @@ class Costs:
 
     def prefill_local(self, tokens: float, prefix: float) -> float:
         return self.token * tokens + self.prefix * prefix
+
+    def prefix_s(self, prefix: float) -> float:
+        return self.read * prefix
 
     def decode_local(self, batch: float, context: float) -> float:
         return self.request * batch + self.context * batch * max(0.0, context - (self.bend or 0))

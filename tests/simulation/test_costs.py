@@ -52,6 +52,12 @@ def costs(directory: Path, text: str = HAND, **changes: Any) -> StepCosts:
     return StepCosts(profile(directory, text, **changes))
 
 
+def test_what_a_prefix_adds_by_itself_is_seen_where_one_token_was_measured(tmp_path: Path) -> None:
+    assert costs(tmp_path).prefix_s(1000) == 0
+    single = "prefill,1,0,2,1,0,0,0\nprefill,1,1000,8,1,0,0,0\n"
+    assert costs(tmp_path, HAND + single).prefix_s(500) == pytest.approx(0.003)
+
+
 def test_times_between_the_points_are_interpolated_in_both_directions(tmp_path: Path) -> None:
     hand = costs(tmp_path)
     # 150 tokens: 17 ms without prefix, 32 ms after 1,000; after 500, the middle of those.

@@ -202,6 +202,18 @@ def test_the_host_takes_its_time_for_each_further_request_of_a_chunk() -> None:
     assert bench.end("c") == pytest.approx(1.4 + 2 * 0.0625)
 
 
+def test_a_chunk_reads_the_prefix_of_each_request() -> None:
+    bench = Bench(Costs(prefix=0.001, read=0.001), ranks=1)
+    core = bench.core()
+    for name, prompt in (("a", 100), ("b", 300)):
+        bench.ask(0.0, core, name, prompt=prompt, target=1)
+    bench.ask(100.0, core, "a.1", prompt=130, target=1)
+    bench.ask(100.0, core, "b.1", prompt=310, target=1)
+    bench.run()
+    # 30 new tokens after 100 and 10 after 300, a mean prefix of 150, which is read already; the two read 400.
+    assert bench.end("b.1") == pytest.approx(100.0 + 0.5 + 0.4 + 0.15 + 0.4 - 0.15)
+
+
 def test_the_host_takes_its_time_for_a_request_that_joins_a_decode() -> None:
     bench = Bench(ranks=1, network_bytes_per_s=1e9, decode_request_s=0.25)
     prefill, decode = bench.core(Role.PREFILL), bench.core(Role.DECODE)

@@ -47,6 +47,7 @@ class StepCosts:
         self.least_window = max(1, int(min(gaps))) if gaps else None
         """Tokens of context between the two points of the decode grid that are closest; None where it has only one."""
         self._prefill_local = prefill.local.at
+        self._single = grids[0].tokens[0] == 1
         self._decode_local = decode.local.at
         self._shared = {True: (prefill.moe.at, prefill.comm.at), False: (decode.moe.at, decode.comm.at)}
         self._overhead = profile.step_overhead_s
@@ -57,6 +58,12 @@ class StepCosts:
         """Attention and dense layers of a rank that prefills `tokens` new tokens after `prefix` (where its chunk holds
         several requests, the mean over its tokens), seconds."""
         return self._prefill_local(tokens, prefix)
+
+    def prefix_s(self, prefix: float) -> float:
+        """What a request's cached `prefix` adds to a step however few new tokens follow it, seconds: a chunk of several
+        requests reads the prefix of each, of which `prefill_local` has one of mean length. 0 where the grid does not have
+        steps of one token."""
+        return self._prefill_local(1, prefix) - self._prefill_local(1, 0) if self._single else 0.0
 
     def decode_local(self, batch: float, context: float) -> float:
         """Attention and dense layers of a rank that decodes `batch` requests of `context` tokens each (the mean), seconds."""

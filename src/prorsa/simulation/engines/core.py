@@ -43,6 +43,7 @@ class StepTimes:
 
     def __init__(self, costs: StepCosts) -> None:
         self.prefill = costs.prefill_local
+        self.prefix = costs.prefix_s
         self.window = min(WINDOW, costs.least_window or WINDOW)
         self._costs = costs
         self._decode: dict[tuple[int, int], tuple[float, float]] = {}
@@ -392,8 +393,11 @@ class Core:
                 break
         tokens = self.profile.chunk - budget
         if tokens:
-            rank.cost = self.times.prefill(tokens, weighted / tokens)
-            rank.cost += (len(rank.chunk) - 1) * self.profile.prefill_request_s
+            mean = weighted / tokens
+            rank.cost = self.times.prefill(tokens, mean)
+            if len(rank.chunk) > 1:
+                rank.cost += (len(rank.chunk) - 1) * self.profile.prefill_request_s
+                rank.cost += sum(self.times.prefix(job.done) for job, _ in rank.chunk) - self.times.prefix(mean)
 
     def _chunk_done(self, rank: Rank, now: float) -> None:
         for job, tokens in rank.chunk:
