@@ -28,7 +28,6 @@ pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[2]
 SESSIONS = 16
-ATTEMPTS = 4
 
 
 def config(**gateway: Any) -> Config:
