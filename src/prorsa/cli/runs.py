@@ -12,7 +12,7 @@ from prorsa.assembly import checkpoint, new_run_dir
 from prorsa.cli.common import Subparsers, console, interruptible
 from prorsa.config import Config, dump_config, load_config
 from prorsa.gateway.logs import JsonFormatter
-from prorsa.gateway.serve import serve
+from prorsa.gateway.serve import run_server, serve
 from prorsa.report import charts
 from prorsa.report.headline import headline
 from prorsa.report.html import write_page, write_report
@@ -56,11 +56,13 @@ def start(parsed: argparse.Namespace) -> int:
         return 0
     checkpoint(config)
     run_dir = begin(config)
+    endless = parsed.work is announced_gateway
+    run = run_server if endless else asyncio.run
     try:
-        with LiveProgress(run_dir, None if parsed.work is announced_gateway else config.rollout.steps, console):
-            asyncio.run(interruptible(parsed.work(config, run_dir)))
+        with LiveProgress(run_dir, None if endless else config.rollout.steps, console):
+            run(interruptible(parsed.work(config, run_dir)))
     except KeyboardInterrupt:
-        if parsed.work is not announced_gateway:
+        if not endless:
             raise
         # That is how a server ends.
     finally:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from typing import Any, Protocol
+
+import msgspec
 
 from prorsa.cluster.turns import TurnResult
 from prorsa.engines.protocol import FinishReason
@@ -15,7 +16,8 @@ from prorsa.rollout.tokenizer import ChatTokenizer
 
 Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
-compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+encoded = msgspec.json.Encoder().encode
+"""JSON without blanks, UTF-8."""
 
 
 class Form(Protocol):
@@ -33,7 +35,7 @@ class Form(Protocol):
 
 
 def event(data: Json) -> bytes:
-    return b"data: " + compact(data).encode() + b"\n\n"
+    return b"data: " + encoded(data) + b"\n\n"
 
 
 class Logprobs:
@@ -82,8 +84,7 @@ class OpenAI:
         self._object = "chat.completion" if chat else "text_completion"
         self._chunk = "chat.completion.chunk" if chat else "text_completion"
         self._ids_given = 0
-        head = compact(self._frame(self._chunk))[:-1]
-        self._head = b"data: " + head.encode() + b',"choices":['
+        self._head = b"data: " + encoded(self._frame(self._chunk))[:-1] + b',"choices":['
 
     def _frame(self, kind: str) -> Json:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
@@ -99,8 +100,7 @@ class OpenAI:
 
     def _event(self, choice: Json) -> bytes:
         """A chunk; the frame around the choice is written once for all."""
-        written = compact({"index": 0, **choice, **self._new_ids()})
-        return self._head + written.encode() + b"]}\n\n"
+        return self._head + encoded({"index": 0, **choice, **self._new_ids()}) + b"]}\n\n"
 
     def _new_ids(self) -> Json:
         if not self._ask.token_ids:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from contextvars import Context
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVarTuple
+
+import uvloop
 
 from prorsa.assembly import build_tokenizer, checkpoint, running_cluster
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.observers import Observer
-from prorsa.config import Config, dump_config
+from prorsa.config import Config, ConfigError, dump_config
 from prorsa.gateway.admin import TOKEN_FILE, admin_token
 from prorsa.gateway.arrivals import ObservedRate
 from prorsa.gateway.live import LiveView
@@ -21,8 +27,37 @@ from prorsa.gateway.server import Gateway, listening
 from prorsa.report.recorder import RunRecorder
 from prorsa.report.rundir import LOGS
 
+if TYPE_CHECKING:
+    from prorsa.gateway.traces import Traces
+
+Ts = TypeVarTuple("Ts")
 ADDRESS = "gateway.json"
 """In the run directory: where the gateway listens, for scripts."""
+TICK = 0.0015
+"""Seconds. uvloop counts whole milliseconds: a timer may be one and a half early."""
+YOUNG_OBJECTS = 10_000
+"""So many more than at the last look before the garbage collector looks again. A stream has some hundred, nearly all of which
+go by themselves when it ends: with Python's 700 a fifth of the CPU time went into looking."""
+
+
+class Loop(uvloop.Loop):
+    """uvloop with the clock of asyncio: its own shows the last look at the sockets, and may be behind when a timer is due."""
+
+    def time(self) -> float:
+        return time.monotonic()
+
+    def call_later(
+        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return super().call_later(delay + TICK if delay > 0 else 0, callback, *args, context=context)
+
+
+def run_server(work: Coroutine[Any, Any, None]) -> None:
+    """`asyncio.run` on that loop, for a process that does nothing else."""
+    gc.freeze()  # what is imported stays
+    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +79,30 @@ async def serving(config: Config, run_dir: Path) -> AsyncIterator[Served]:
     tokenizer, model = build_tokenizer(config), model_name(config)
     metrics, live = Metrics(), LiveView(config.name)
     with RunRecorder(run_dir, dump_config(config)) as recorder:
-        observers: list[Observer] = [recorder, metrics, live]
-        async with running_cluster(config, run_dir / LOGS, observers, ObservedRate()) as control:
-            gateway = Gateway(control, config, tokenizer, model, token, metrics, live)
-            async with listening(gateway, limits.host, limits.port) as url:
-                address = {"url": url, "model": model, "admin_token_file": str(token_file)}
-                (run_dir / ADDRESS).write_text(json.dumps(address) + "\n")
-                yield Served(url, token, control, gateway)
+        async with tracing(limits.traces) as traces:
+            observers: list[Observer] = [recorder, metrics, live, *([] if traces is None else [traces])]
+            async with running_cluster(config, run_dir / LOGS, observers, ObservedRate()) as control:
+                gateway = Gateway(control, config, tokenizer, model, token, metrics, live, traces)
+                async with listening(gateway, limits.host, limits.port) as url:
+                    address = {"url": url, "model": model, "admin_token_file": str(token_file)}
+                    (run_dir / ADDRESS).write_text(json.dumps(address) + "\n")
+                    yield Served(url, token, control, gateway)
+
+
+@asynccontextmanager
+async def tracing(where: str | None) -> AsyncIterator[Traces | None]:
+    """Traces that go to `where` (see `gateway.traces`), until they are left. Raises `ConfigError`."""
+    if where is None:
+        yield None
+        return
+    try:
+        from prorsa.gateway.traces import traced
+    except ImportError as error:
+        raise ConfigError(
+            f"gateway.traces={where!r}: needs OpenTelemetry; pip install 'prorsa[otel]', or set it to null"
+        ) from error
+    async with traced(where) as traces:
+        yield traces
 
 
 def model_name(config: Config) -> str:

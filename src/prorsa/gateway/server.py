@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -26,7 +26,7 @@ from prorsa.assembly import sampling_params
 from prorsa.cluster.control import ControlPlane
 from prorsa.config import Config, ConfigError
 from prorsa.gateway.admin import Admin
-from prorsa.gateway.answers import Form, event, form_of
+from prorsa.gateway.answers import Form, encoded, event, form_of
 from prorsa.gateway.asks import TRAJECTORY_HEADER, Ask, AskReader, Identity, read_identity
 from prorsa.gateway.bodies import read_body, read_json
 from prorsa.gateway.errors import ApiError
@@ -36,11 +36,16 @@ from prorsa.gateway.trajectories import Trajectories
 from prorsa.gateway.turns import Running, Turns
 from prorsa.rollout.tokenizer import ChatTokenizer
 
+if TYPE_CHECKING:
+    from prorsa.gateway.traces import Traces  # of the extra `otel`
+
 access = logging.getLogger("prorsa.gateway.access")
 log = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 5.0
 """How long connections may take to close at the end."""
+NEVER_WAITS = 1 << 14
+"""Bytes that a connection with an empty buffer takes at once, below asyncio's high-water mark."""
 STOPPING = "the gateway is stopping"
 RUNNING: web.RequestKey[Running] = web.RequestKey("running", Running)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -58,8 +63,9 @@ class Gateway:
         token: str,
         metrics: Metrics,
         live: LiveView,
+        traces: Traces | None = None,
     ) -> None:
-        """`model` is the name that clients ask for; `metrics` and `live` are observers of `control`."""
+        """`model` is the name that clients ask for; `metrics`, `live` and `traces` are observers of `control`."""
         limits = config.gateway
         self.trajectories = Trajectories(
             control, tokenizer.encode, config.model.max_context, limits.tool_timeout, limits.idle_timeout
@@ -70,7 +76,13 @@ class Gateway:
         self._model = model
         self._metrics = metrics
         self._live = live
-        self._reader = AskReader(tokenizer, model, sampling_params(config))
+        self._traces = traces
+        reader = AskReader(tokenizer, model, sampling_params(config))
+        self._readers = {
+            "/v1/chat/completions": reader.chat,
+            "/v1/completions": reader.completions,
+            "/generate": reader.generate,
+        }
         self._turns = Turns(control, tokenizer, self.trajectories, config.model.max_context, config.seed)
         self._admin = Admin(control, token)
         self._created = int(time.time())
@@ -81,9 +93,7 @@ class Gateway:
         app = web.Application(client_max_size=self._limits.max_body_mb << 20, middlewares=[self._answer])
         app.add_routes(
             [
-                web.post("/v1/chat/completions", self._generating(self._reader.chat)),
-                web.post("/v1/completions", self._generating(self._reader.completions)),
-                web.post("/generate", self._generating(self._reader.generate)),
+                *(web.post(path, self._generating(read)) for path, read in self._readers.items()),
                 web.get("/v1/models", self._models),
                 web.post("/prorsa/events", self._events),
                 web.get("/health", self._health),
@@ -106,7 +116,7 @@ class Gateway:
     @web.middleware
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Turns errors into answers, counts and logs."""
-        began = time.monotonic()
+        began = asyncio.get_running_loop().time()
         status = 499  # the client is gone, unless something else is known
         try:
             if request.headers.get("Sec-Fetch-Site") == "cross-site":
@@ -127,10 +137,11 @@ class Gateway:
             log.exception("%s %s failed", request.method, request.path)
             response = ApiError(500, "the gateway failed; its log says how").response()
         finally:
-            self._note(request, status, time.monotonic() - began)
+            self._note(request, status, began)
         return response
 
-    def _note(self, request: web.Request, status: int, seconds: float) -> None:
+    def _note(self, request: web.Request, status: int, began: float) -> None:
+        seconds = asyncio.get_running_loop().time() - began
         route = request.match_info.route.resource
         endpoint = route.canonical if route is not None else "unknown"
         self._metrics.requests.add(endpoint=endpoint, status=str(status))
@@ -140,6 +151,8 @@ class Gateway:
             self._metrics.request_seconds.observe(seconds, endpoint=endpoint)
             known |= {"trajectory": running.trajectory, "turn": running.number}
             known |= {"prompt_tokens": len(running.prompt_ids), "output_tokens": len(running.output.ids)}
+        if self._traces is not None and request.method == "POST" and endpoint in self._readers:
+            self._traces.request(request.headers, endpoint, status, began, running)
         access.info("%s %s %d %.3f s", request.method, request.path, status, seconds, extra=known)
 
     # Turns.
@@ -180,7 +193,8 @@ class Gateway:
         outcome = running.outcome()
         if isinstance(outcome, ApiError):
             raise outcome
-        return web.json_response(form.whole(outcome), headers={TRAJECTORY_HEADER: running.name})
+        headers = {TRAJECTORY_HEADER: running.name}
+        return web.Response(body=encoded(form.whole(outcome)), content_type="application/json", headers=headers)
 
     async def _stream(self, request: web.Request, running: Running, form: Form) -> web.StreamResponse:
         """Begins with the first news, so that what fails before it has a status of its own."""
@@ -209,12 +223,16 @@ class Gateway:
         return response
 
     async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+        transport = request.transport
+        if transport is not None and transport.get_write_buffer_size() == 0 and len(data) < NEVER_WAITS:
+            await response.write(data)
+            return
         try:
             async with asyncio.timeout(self._limits.write_timeout):
                 await response.write(data)
         except TimeoutError:
-            if request.transport is not None:
-                request.transport.abort()  # closing it would wait for what is still unread
+            if transport is not None:
+                transport.abort()  # closing it would wait for what is still unread
             raise ConnectionResetError(f"its client read nothing for {self._limits.write_timeout:g} s") from None
 
     # The rest.

@@ -62,6 +62,8 @@ class Running:
         """What its client is answered where we cancelled it."""
         self.settled = False
         """Whether its trajectory has been told how it ended."""
+        self.failure: str | None = None
+        """Why it came to nothing, once it has."""
         self.task: asyncio.Task[TurnResult]
 
     def cancel(self, refusal: ApiError) -> None:
@@ -79,6 +81,12 @@ class Running:
             return ApiError(503, str(error))
         log.error("turn %d of %s failed", self.number, self.trajectory, exc_info=error)
         return ApiError(500, "the gateway failed; its log says how")
+
+    @property
+    def result(self) -> TurnResult | None:
+        """None until it has ended well."""
+        task = self.task
+        return task.result() if task.done() and not task.cancelled() and task.exception() is None else None
 
     def parsed(self) -> Parsed:
         """The whole text and its tool calls, once the turn has ended."""
@@ -140,7 +148,8 @@ class Turns:
         if not running.settled:
             cancelled = running.task.cancelled()
             error = running.refusal or GONE if cancelled else running.task.exception()
-            self._trajectories.failed(trajectory, str(error))
+            running.failure = str(error)
+            self._trajectories.failed(trajectory, running.failure)
         running.news.set()
 
     def _sampling(self, ask: Ask, trajectory: str, tokens: int) -> SamplingParams:
