@@ -251,6 +251,9 @@ class Gateway(Section):
     the run directory. The environment variable PRORSA_ADMIN_TOKEN goes before both."""
     log: Literal["text", "json"] = "text"
     """Form of the run directory's `prorsa.log`: lines for readers, or a JSON object a line."""
+    traces: str | None = None
+    """OpenTelemetry traces of the requests: the URL of a collector (OTLP over HTTP, such as http://127.0.0.1:4318), or a file
+    that gets a JSON object a span. Needs the extra `otel`."""
 
 
 class Config(Section):
