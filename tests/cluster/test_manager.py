@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from cluster_bench import Bench, in_virtual_time, until
 
-from prorsa.allocation import Adaptive, Allocation, Colocated, Moment, Policy, Situation, Static
+from prorsa.allocation import Adaptive, Allocation, Colocated, Handling, Moment, Policy, Situation, Static
 from prorsa.cluster.instances import InstanceState
 from prorsa.cluster.observers import replay
 from prorsa.engines.protocol import EngineError, Role
@@ -334,6 +334,26 @@ async def test_a_policy_that_fails_at_a_sync_leaves_the_roles_and_the_run_alone(
     assert bench.control.status().errors == ("decision: division by zero",)
     with pytest.raises(ExceptionGroup):
         await bench.control.stop()
+
+
+class Gentle(Scripted):
+    def handling(self, situation: Situation, target: Allocation) -> Handling:
+        return Handling(patience=10.0, even_out=True)
+
+
+@in_virtual_time
+async def test_requests_are_handled_as_the_policy_says_while_roles_change() -> None:
+    """At 1 s a prefill instance begins to become decode and is let finish; then decodes move there."""
+    async with Bench("PPD", Gentle((1, 2)), prefill_s=0.2, token_s=0.1) as bench:
+        turns = bench.trajectories(12, budget=60)
+        await asyncio.sleep(0.9)
+        late = [asyncio.create_task(bench.trajectory(f"late-{i}", (i, i), 60)) for i in range(4)]
+        await until(lambda: len(bench.control.flips) == 1)
+        (flip,) = bench.control.flips
+        assert (flip.cancelled, flip.drain_s > 0.05) == (0, True)
+        await asyncio.gather(*turns, *late)
+        assert sum(turn.moves for turn in bench.notes.turns) > 2
+        assert {turn.attempts - turn.moves for turn in bench.notes.turns} == {1}
 
 
 @in_virtual_time

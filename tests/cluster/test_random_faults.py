@@ -10,7 +10,7 @@ from fake_engine import FakeEngine
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from prorsa.allocation import Allocation, Handling
+from prorsa.allocation import Allocation
 from prorsa.cluster.flips import serves
 from prorsa.cluster.turns import TurnResult
 from prorsa.engines.protocol import EngineError
@@ -36,7 +36,7 @@ TARGETS = (
     *(Allocation(prefill, 5 - prefill - mixed, mixed) for mixed in range(1, 4) for prefill in range(1, 5 - mixed)),
     Allocation(0, 0, 5),
 )
-CLUSTER_ACTS = ("drain", "flip", "update weights", "cancel a caller")
+CLUSTER_ACTS = ("drain", "flip", "even out", "update weights", "cancel a caller")
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,10 @@ class Run:
             case "drain":
                 self.background.append(asyncio.create_task(control.router.drain(instance, "test")))
             case "flip":
-                handling = Handling(patience=act.number % 3 * 0.2, even_out=act.number % 2 == 0)
-                target = TARGETS[act.number % len(TARGETS)]
-                self.background.append(asyncio.create_task(control.switcher.apply(target, handling)))
+                target, patience = TARGETS[act.number % len(TARGETS)], act.number % 3 * 0.2
+                self.background.append(asyncio.create_task(control.switcher.apply(target, patience)))
+            case "even out":
+                control.router.even_out(act.number % 3 > 0)
             case "update weights":
                 self.version += 1
                 self.background.append(asyncio.create_task(self.update(self.version)))

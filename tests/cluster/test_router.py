@@ -95,6 +95,84 @@ async def test_a_full_mixed_instance_leaves_turns_to_the_pairs_and_the_other_way
     cluster.check_nothing_left()
 
 
+# Evening out.
+
+
+async def on_one_instance(cluster: Cluster, count: int) -> list[asyncio.Task[TurnResult]]:
+    """So many turns that decode on the first of two instances; the second one has just come into service."""
+    second = list(cluster.fleet)[-1]
+    cluster.fleet.move(second, InstanceState.FLIPPING)
+    requests = [ask(f"t{i}", 90, prompt=(11 * i,) * (i + 1)) for i in range(count)]
+    turns = [asyncio.create_task(cluster.generate(request)) for request in requests]
+    await until(lambda: cluster.tracker.counts()[State.DECODE] == count)
+    cluster.fleet.move(second, InstanceState.ROUTED)
+    return turns
+
+
+@pytest.mark.parametrize("roles", ["PDD", "MM"])
+@in_virtual_time
+async def test_decodes_move_to_an_emptier_instance_and_keep_every_token(roles: str) -> None:
+    cluster = Cluster(roles, Limits(prefill_slots=10))
+    turns = await on_one_instance(cluster, 8)
+    first, second = list(cluster.fleet)[-2:]
+    cluster.router.even_out(True)
+    await until(lambda: second.decodes == 3)
+    assert first.decodes <= 5
+    results = await asyncio.gather(*turns)
+    for index, result in enumerate(results):
+        check_equals_reference(ask(f"t{index}", 90, prompt=(11 * index,) * (index + 1)), result)
+    records = {turn.trajectory: turn for turn in cluster.turns}
+    assert {name for name, turn in records.items() if turn.moves} >= {"t0", "t1", "t2"}
+    for turn in records.values():
+        assert turn.attempts == 1 + turn.moves
+        assert [decode for _, decode in turn.instances] == [first.name, second.name][: turn.attempts]
+    cluster.check_nothing_left()
+
+
+@in_virtual_time
+async def test_decodes_move_no_faster_than_prefill_has_room_and_only_while_nothing_waits() -> None:
+    cluster = Cluster("PDD", Limits(prefill_slots=1))
+    turns = await on_one_instance(cluster, 8)
+    waiting = asyncio.create_task(cluster.generate(ask("busy", 5, prompt=(7,) * 9)))
+    queued = asyncio.create_task(cluster.generate(ask("queued", 5, prompt=(8,) * 9)))
+    await asyncio.sleep(0)
+    assert cluster.router.waiting == 1
+    cluster.router.even_out(True)
+    most = 0
+    while not all(turn.done() for turn in turns):
+        requeued = sum(isinstance(event, Requeued) for event in cluster.events)
+        launched = sum(isinstance(event, PrefillStarted) for event in cluster.events) - 10
+        most = max(most, requeued - launched)
+        if cluster.router.waiting and not queued.done():
+            assert requeued == 0
+        await asyncio.sleep(0.01)
+    assert most <= 1
+    assert sum(turn.moves for turn in cluster.turns) > 1
+    await asyncio.gather(waiting, queued, *turns)
+    cluster.check_nothing_left()
+
+
+@in_virtual_time
+async def test_decodes_stay_where_nobody_wants_them_evened_out() -> None:
+    cluster = Cluster("PDD", Limits(prefill_slots=10))
+    turns = await on_one_instance(cluster, 8)
+    cluster.router.even_out(False)
+    await asyncio.gather(*turns)
+    assert {turn.attempts for turn in cluster.turns} == {1}
+
+
+@in_virtual_time
+async def test_a_turn_that_moves_goes_elsewhere_when_its_place_is_gone() -> None:
+    cluster = Cluster("PDD", Limits(prefill_slots=1))
+    turns = await on_one_instance(cluster, 8)
+    cluster.router.even_out(True)
+    cluster.router.bury(list(cluster.fleet)[-1], "test")
+    results = await asyncio.gather(*turns)
+    assert [len(result.token_ids) > 0 for result in results] == [True] * 8
+    assert sum(turn.moves for turn in cluster.turns) == 1
+    cluster.check_nothing_left()
+
+
 @in_virtual_time
 async def test_a_turn_of_an_unknown_trajectory_is_refused_and_leaves_nothing() -> None:
     cluster = Cluster()

@@ -245,6 +245,74 @@ async def test_a_mixed_instance_serves_while_the_last_of_a_role_flips() -> None:
         assert bench.roles() == "MMD"
 
 
+# Patience.
+
+
+@in_virtual_time
+async def test_an_instance_finishes_what_it_serves_before_it_flips() -> None:
+    """49 tokens of 0.01 s after a first one at 0.1 s; nothing new comes meanwhile."""
+    async with Bench("PDD") as bench:
+        turns = await busy(bench, 4)
+        before = bench.control.fleet["e1"].decodes
+        assert before > 0
+        (flip,) = await bench.control.switcher.apply(Allocation(2, 1), patience=10.0)
+        assert (flip.instance, flip.cancelled, flip.failure) == ("e1", 0, None)
+        assert 0.0 < flip.drain_s < 0.5
+        assert sum(place[1] == "e1" for turn in bench.notes.turns for place in turn.instances) == before
+        await asyncio.gather(*turns)
+        assert {turn.attempts for turn in bench.notes.turns} == {1}
+
+
+@in_virtual_time
+async def test_what_is_not_finished_when_the_patience_ends_is_cancelled() -> None:
+    async with Bench("PDD") as bench:
+        turns = await busy(bench, 4)
+        (flip,) = await bench.control.switcher.apply(Allocation(2, 1), patience=0.1)
+        assert flip.cancelled > 0
+        assert flip.drain_s == pytest.approx(0.1, abs=0.03)
+        await asyncio.gather(*turns)
+
+
+@in_virtual_time
+async def test_a_weight_update_ends_the_patience() -> None:
+    async with Bench("PDD") as bench:
+        turns = await busy(bench, 4)
+        flipping = asyncio.create_task(bench.control.switcher.apply(Allocation(2, 1), patience=100.0))
+        await asyncio.sleep(0.05)
+        await bench.control.update_weights("/weights", 1)
+        (flip,) = await flipping
+        assert flip.cancelled > 0
+        assert flip.drain_s == pytest.approx(0.05, abs=0.03)
+        assert asyncio.get_running_loop().time() < 2.0
+        await asyncio.gather(*turns)
+
+
+@in_virtual_time
+async def test_a_weight_update_does_not_wait_for_a_second_wave() -> None:
+    async with Bench("PPD") as bench:
+        turns = await busy(bench, 4)
+        flipping = asyncio.create_task(bench.control.switcher.apply(Allocation(0, 0, 3)))
+        await asyncio.sleep(0.05)
+        await bench.control.update_weights("/weights", 1)
+        assert len(await flipping) == 1
+        assert sorted(bench.roles()) == ["D", "M", "P"]
+        await asyncio.gather(*turns)
+
+
+@in_virtual_time
+async def test_an_instance_that_dies_in_its_patience_is_restarted() -> None:
+    async with Bench("PDD") as bench:
+        turns = await busy(bench, 4)
+        flipping = asyncio.create_task(bench.control.switcher.apply(Allocation(2, 1), patience=100.0))
+        await asyncio.sleep(0.05)
+        bench.engine("e1").die()
+        (flip,) = await flipping
+        assert flip.failure is not None
+        assert flip.drain_s < 1.0
+        await asyncio.gather(*turns)
+        await until(lambda: "." not in bench.roles())
+
+
 @in_virtual_time
 async def test_a_restart_that_fails_is_tried_again() -> None:
     async with Bench("PDD") as bench:

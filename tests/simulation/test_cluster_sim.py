@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from simulated_bench import ROLES, Scripts, SimulatedBench, prompt_of, tiny
 
-from prorsa.allocation import Allocation, Handling
+from prorsa.allocation import Allocation
 from prorsa.cluster.turns import TurnFailed
 from prorsa.engines.protocol import (
     Bootstrap,
@@ -493,7 +493,7 @@ TARGETS = (
     *(Allocation(prefill, 5 - prefill - mixed, mixed) for mixed in range(1, 4) for prefill in range(1, 5 - mixed)),
     Allocation(0, 0, 5),
 )
-ACTS = ("kill", "break streams", "refuse", "flip fails", "drain", "flip", "update weights", "cancel a caller", "check")
+ACTS = ("kill", "break streams", "refuse", "flip fails", "drain", "flip", "even out", "update weights", "cancel a caller", "check")
 
 
 @dataclass(frozen=True)
@@ -529,9 +529,10 @@ class Rollout:
             case "drain":
                 self.background.append(asyncio.create_task(control.router.drain(control.fleet[name], "test")))
             case "flip":
-                handling = Handling(patience=act.number % 3 * 0.2, even_out=act.number % 2 == 0)
-                target = TARGETS[act.number % len(TARGETS)]
-                self.background.append(asyncio.create_task(control.switcher.apply(target, handling)))
+                target, patience = TARGETS[act.number % len(TARGETS)], act.number % 3 * 0.2
+                self.background.append(asyncio.create_task(control.switcher.apply(target, patience)))
+            case "even out":
+                control.router.even_out(act.number % 3 > 0)
             case "update weights":
                 self.version += 1
                 self.background.append(asyncio.create_task(self.update(self.version)))

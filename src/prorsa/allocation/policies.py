@@ -71,7 +71,8 @@ class Handling:
     patience: float = 0.0
     """Seconds that an instance which leaves its role may go on with what it serves; then it is cancelled and resent."""
     even_out: bool = False
-    """Whether decodes move, by cancel and resend, from fuller decode instances to those that join them."""
+    """Whether decodes move, by cancel and resend, from fuller instances to emptier ones, such as those that have just joined.
+    It holds until the next decision."""
 
 
 class Policy(Protocol):

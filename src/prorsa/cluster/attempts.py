@@ -24,6 +24,8 @@ class End(Enum):
     FINISHED = "finished"
     CANCELLED = "cancelled"
     """By us: a drain, a weight update, the caller, the end of the run."""
+    MOVED = "moved"
+    """By us: another decode instance is emptier."""
     REFUSED = "refused"
     """The engine's queue was full."""
     FAILED = "failed"
@@ -128,12 +130,20 @@ class Turn:
         self.instances: list[tuple[str, str]] = []
         self.failures = 0
         """Failed attempts since the last one that gave a token."""
+        self.moves = 0
+        """Attempts that ended because another decode instance was emptier."""
+        self.moves_to: Instance | None = None
+        """Where the next attempt decodes, if that has room."""
         self.tried: list[str] = []
         """One line for each attempt that did not finish."""
 
     @property
     def name(self) -> str:
         return f"{self.request.trajectory}.{self.request.turn}"
+
+    @property
+    def in_service(self) -> bool:
+        return self.attempt is not None and self.attempt.verdict is None
 
     @property
     def prompt_tokens(self) -> int:
@@ -178,6 +188,7 @@ class Turn:
         if len(self.instances) == 1:
             self.cached_tokens = attempt.cached_tokens
         self.finish = self._finish(attempt.finish)
+        self.moves += verdict.end is End.MOVED
         if verdict.end is End.FAILED:
             self.failures = 0 if count else self.failures + 1
         if verdict.end is not End.FINISHED:

@@ -71,6 +71,10 @@ class Instance:
         """The attempts that use it, oldest first."""
         return list(self._prefilling | self._decoding)
 
+    def reserved(self, rid: str) -> int:
+        """KV-cache tokens that one of its decodes has or is promised."""
+        return self._decoding[rid]
+
     def has_prefill_slot(self, slots: int, now: float) -> bool:
         return len(self._prefilling) < slots and self.refuses_until <= now
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
-from prorsa.allocation import Demand, Moment, Policy, PrefillSpeed, Situation
+from prorsa.allocation import Allocation, Demand, Moment, Policy, PrefillSpeed, Situation
 from prorsa.cluster.flips import added
 from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.observers import Decision
@@ -125,7 +125,7 @@ class GlobalManager:
         if Moment.SYNC not in self._policy.moments:
             return False
         try:
-            target = self.decide(Moment.SYNC).target
+            target, _ = self._decide(Moment.SYNC)
         except Exception as error:
             self._failed(DECISION, error)
             return False
@@ -151,10 +151,18 @@ class GlobalManager:
         if self.paused:
             return
         async with self._switcher.lock:
-            decision = self.decide(moment)
-            if decision.target is not None:
-                handling = self._policy.handling(decision.situation, decision.target)
-                await self._switcher.reach(decision.target, handling)
+            target, patience = self._decide(moment)
+            if target is not None:
+                await self._switcher.reach(target, patience)
+
+    def _decide(self, moment: Moment) -> tuple[Allocation | None, float]:
+        """The roles to have next, and the patience with which instances change to them."""
+        decision = self.decide(moment)
+        if decision.target is None:
+            return None, 0.0
+        handling = self._policy.handling(decision.situation, decision.target)
+        self._router.even_out(handling.even_out)
+        return decision.target, handling.patience
 
     async def _keep_to_grid(self) -> None:
         """Decide at start + k S, k = 1, 2, ..., or as soon as the flips are made that such a time falls into."""

@@ -83,6 +83,8 @@ class TurnRecord:
     @property
     def attempts(self) -> int:
         return len(self.instances)
+    moves: int = 0
+    """Of its resends, those that only evened out the instances that decode."""
 
     @property
     def output_tokens(self) -> int:

@@ -4,13 +4,17 @@ ways, over a pair of instances or through a mixed one."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from prorsa.cluster.instances import Instance
 from prorsa.cluster.turns import TurnRequest
 
 REMEMBERED = 1 << 16
 """Prefixes whose place is remembered, the latest used ones."""
+
+UNEVEN = 1.1
+"""A decode moves where the instance that it leaves is still so many times as full as the one that it goes to."""
 
 Prefix = str | int
 Way = tuple[Instance, Instance]
@@ -78,3 +82,47 @@ def choose_way(ways: Sequence[Way], tokens: int, need: int, favourite: Instance 
         return prefill.prefill_tokens + tokens * (prefill is not favourite), (decode.kv_tokens + need) / decode.capacity
 
     return min(ways, key=wait)
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A request that decodes."""
+
+    rid: str
+    instance: Instance
+    context: int
+    """Tokens that have to be prefilled, or fetched, where it moves."""
+    reserved: int
+    """KV-cache tokens that its instance has set aside for it."""
+
+
+def choose_moves(instances: Sequence[Instance], residents: Iterable[Resident], most: int) -> list[tuple[str, Instance]]:
+    """Which decodes leave fuller instances, and for which emptier ones: `most` at a time, the shortest contexts first.
+
+    A move leaves the instance that it is from fuller than the one that it goes to, both by the share of its KV cache and by
+    its batch. So it evens out, and none is ever the reason for another one.
+    """
+    kv = {instance.name: instance.kv_tokens for instance in instances}
+    batch = {instance.name: instance.decodes for instance in instances}
+
+    def share(instance: Instance) -> float:
+        return kv[instance.name] / instance.capacity
+
+    def evens(source: Instance, target: Instance, tokens: int) -> bool:
+        after = (kv[source.name] - tokens) / source.capacity, (kv[target.name] + tokens) / target.capacity
+        return after[0] >= UNEVEN * after[1] and batch[source.name] - 1 >= UNEVEN * (batch[target.name] + 1)
+
+    emptiest = min(instances, key=share, default=None)
+    if emptiest is None or not any(evens(instance, emptiest, 0) for instance in instances):
+        return []
+    moves: list[tuple[str, Instance]] = []
+    for resident in sorted(residents, key=lambda resident: resident.context):
+        if len(moves) == most:
+            break
+        emptiest = min(instances, key=share)
+        if evens(resident.instance, emptiest, resident.reserved):
+            for instance, sign in ((resident.instance, -1), (emptiest, 1)):
+                kv[instance.name] += sign * resident.reserved
+                batch[instance.name] += sign
+            moves.append((resident.rid, emptiest))
+    return moves

@@ -22,7 +22,7 @@ from typing import cast
 from prorsa.cluster.attempts import Attempt, End, Turn, Verdict
 from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.observers import TurnRecord
-from prorsa.cluster.placement import Affinity, choose_decode, choose_prefill, choose_way
+from prorsa.cluster.placement import Affinity, Resident, choose_decode, choose_moves, choose_prefill, choose_way
 from prorsa.cluster.turns import Listener, TurnFailed, TurnRequest, TurnResult
 from prorsa.engines.protocol import (
     Bootstrap,
@@ -98,6 +98,9 @@ class Router:
         self._stall_check: asyncio.TimerHandle | None = None
         self._silence_check: asyncio.TimerHandle | None = None
         self._probes: dict[str, asyncio.Task[None]] = {}
+        self._evens_out = False
+        self._moving: list[Turn] = []
+        """Turns on their way to an emptier instance that have no new attempt yet."""
         fleet.watchers.append(self._instance_changed)
 
     # What the rollout uses.
@@ -131,6 +134,12 @@ class Router:
     async def drain(self, instance: Instance, reason: str) -> int:
         """Cancel whatever uses the instance; returns how many requests, when the last of them is closed."""
         return await self._cancel(instance.rids, reason)
+
+    def even_out(self, wanted: bool) -> None:
+        """Whether, from now on, decodes of fuller instances move to emptier ones, such as those that have just joined:
+        cancelled and sent again, no more at a time than prefill has slots for, and only while nothing waits."""
+        self._evens_out = wanted
+        self._move()
 
     async def cancel_all(self, reason: str) -> int:
         return await self._cancel(list(self._live), reason)
@@ -185,7 +194,29 @@ class Router:
             self._ready.popleft()
             if not turn.outcome.done():
                 self._launch(turn, *pair)
+        self._move()
         self._watch_queue()
+
+    def _move(self) -> None:
+        """Take the next few decodes off fuller instances, when those before have been placed."""
+        self._moving = [turn for turn in self._moving if not (turn.outcome.done() or turn.in_service)]
+        if not self._evens_out or self._ready or self._moving or self._paused:
+            return
+        pool, slots = self._fleet.pool, self._limits.prefill_slots
+        free = sum(max(0, slots - i.prefills) for role in (Role.PREFILL, Role.MIXED) for i in pool(role))
+        if not free:
+            return
+        decoding = [*pool(Role.DECODE), *pool(Role.MIXED)]
+        residents = (
+            Resident(rid, a.decode, len(a.request.input_ids) + len(a.tokens), a.decode.reserved(rid))
+            for rid, a in self._live.items()
+            if a.started and a.verdict is None and a.decode.state is InstanceState.ROUTED
+        )
+        for rid, target in choose_moves(decoding, residents, free):
+            attempt = self._live[rid]
+            attempt.turn.moves_to = target
+            self._moving.append(attempt.turn)
+            self._end(attempt, End.MOVED, f"{target.name} is emptier than {attempt.decode.name}")
 
     def _choose(self, turn: Turn) -> tuple[Instance, Instance] | None:
         """(prefill, decode) instances with room for the turn, or a mixed one for both."""
@@ -193,16 +224,19 @@ class Router:
         slots, decode_slots = self._limits.prefill_slots, self._limits.decode_slots
         tokens, need = turn.prompt_tokens, self._reservation(turn)
         favourite, former = self._affinity.find(turn.prefixes)
-        both = [
-            i for i in pool(Role.MIXED) if i.has_prefill_slot(slots, now) and i.has_decode_slot(decode_slots, need, now)
-        ]
+        decoding = {
+            role: [i for i in pool(role) if i.has_decode_slot(decode_slots, need, now)]
+            for role in (Role.DECODE, Role.MIXED)
+        }
+        if turn.moves_to is not None and any(turn.moves_to in instances for instances in decoding.values()):
+            decoding = {role: [i for i in instances if i is turn.moves_to] for role, instances in decoding.items()}
+        both = [i for i in decoding[Role.MIXED] if i.has_prefill_slot(slots, now)]
         mixed = choose_prefill(both, tokens, favourite)
         together = None if mixed is None else (mixed, mixed)
         prefill = choose_prefill([i for i in pool(Role.PREFILL) if i.has_prefill_slot(slots, now)], tokens, favourite)
         if prefill is None:
             return together
-        open_to_decode = [i for i in pool(Role.DECODE) if i.has_decode_slot(decode_slots, need, now)]
-        decode = choose_decode(open_to_decode, need, former)
+        decode = choose_decode(decoding[Role.DECODE], need, former)
         if decode is None:
             return together
         apart = prefill, decode
@@ -224,7 +258,7 @@ class Router:
             engine = prefill.engine
             bootstrap = Bootstrap(engine.bootstrap_host, engine.bootstrap_port, next(self.rooms))
         attempt = Attempt(turn.next_request(bootstrap), prefill, decode, turn.deliver, progressed_at=now)
-        attempt.turn, turn.attempt = turn, attempt
+        attempt.turn, turn.attempt, turn.moves_to = turn, attempt, None
         turn.instances.append((prefill.name, decode.name))
         prefill.begin_prefill(attempt.rid, turn.prompt_tokens)
         decode.begin_decode(attempt.rid, self._reservation(turn))
@@ -505,6 +539,7 @@ class Router:
                 arrivals=tuple(turn.arrivals),
                 versions=versions,
                 finish=finish,
+                moves=turn.moves,
             )
         )
         return TurnResult(

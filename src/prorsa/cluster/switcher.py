@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from prorsa.allocation import Allocation, Handling
+from prorsa.allocation import Allocation
 from prorsa.cluster.canary import Canary
 from prorsa.cluster.flips import Change, added, next_wave, serves
 from prorsa.cluster.instances import Fleet, Instance, InstanceState
@@ -25,9 +25,6 @@ from prorsa.cluster.router import Router
 from prorsa.engines.protocol import Engine, EngineBusy, EngineError, Role
 
 logger = logging.getLogger(__name__)
-
-
-AT_ONCE = Handling()
 
 
 class FlipRefused(Exception):
@@ -88,17 +85,19 @@ class RoleSwitcher:
         self._hurry = asyncio.Event()
         """Set while somebody waits for the lock who should not wait long."""
 
-    async def apply(self, target: Allocation, handling: Handling = AT_ONCE) -> list[Flip]:
-        """Flip as few instances as bring the roles in service to `target`, in two waves where one would stop all service."""
-        async with self.lock:
-            return await self.reach(target, handling)
+    async def apply(self, target: Allocation, patience: float = 0.0) -> list[Flip]:
+        """Flip as few instances as bring the roles in service to `target`, in two waves where one would stop all service.
 
-    async def reach(self, target: Allocation, handling: Handling = AT_ONCE) -> list[Flip]:
+        An instance may go on for `patience` seconds with what it serves before that is cancelled."""
+        async with self.lock:
+            return await self.reach(target, patience)
+
+    async def reach(self, target: Allocation, patience: float = 0.0) -> list[Flip]:
         """`apply` for who holds the lock."""
         flips: list[Flip] = []
         # Whoever is in a hurry does not wait for a second wave.
         while (changes := next_wave(self._fleet, target)) and not (flips and self._hurry.is_set()):
-            flips += await self._make(self._take(changes), handling)
+            flips += await self._make(self._take(changes), patience)
         return flips
 
     def reach_at_rest(self, target: Allocation) -> Coroutine[Any, Any, None] | None:
@@ -124,7 +123,7 @@ class RoleSwitcher:
         try:
             async with self.lock:
                 self._check_sensible(instance, role)
-                (flip,) = await self._make(self._take([(instance, role)]), AT_ONCE)
+                (flip,) = await self._make(self._take([(instance, role)]))
                 return flip
         finally:
             self._in_hand.discard(name)
@@ -213,16 +212,16 @@ class RoleSwitcher:
             self._fleet.move(instance, InstanceState.DRAINING)
         return changes
 
-    async def _make(self, changes: list[Change], handling: Handling) -> list[Flip]:
-        return list(await asyncio.gather(*(self._flip(instance, role, handling) for instance, role in changes)))
+    async def _make(self, changes: list[Change], patience: float = 0.0) -> list[Flip]:
+        return list(await asyncio.gather(*(self._flip(instance, role, patience) for instance, role in changes)))
 
     async def _make_and_release(self, changes: list[Change]) -> None:
         try:
-            await self._make(changes, AT_ONCE)
+            await self._make(changes)
         finally:
             self.lock.release()
 
-    async def _flip(self, instance: Instance, role: Role, handling: Handling) -> Flip:
+    async def _flip(self, instance: Instance, role: Role, patience: float) -> Flip:
         """One flip of an instance that drains, with the lock held. It never raises for what an engine does: the record says
         how it ended."""
         now = asyncio.get_running_loop().time
@@ -230,7 +229,7 @@ class RoleSwitcher:
         idle_at: float | None = None
         cancelled, failure = 0, None
         try:
-            await self._let_finish(instance, handling.patience)
+            await self._let_finish(instance, patience)
             cancelled = await self._router.drain(instance, f"instance {instance.name} becomes {role}")
             await self._wait_idle(instance)
             idle_at = now()

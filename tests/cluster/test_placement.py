@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fake_engine import FakeEngine, World
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prorsa.cluster.instances import Instance
+from prorsa.cluster.placement import Resident, choose_moves
+from prorsa.engines.protocol import Role
+
+CONTEXTS = st.lists(st.integers(1, 400), max_size=12)
+
+
+def filled(*contexts: Sequence[int], capacity: int = 1000) -> tuple[list[Instance], list[Resident]]:
+    """Instances i0, i1, ... that decode contexts of these lengths as r0.0, r0.1, ..."""
+    instances, residents = [], []
+    for number, lengths in enumerate(contexts):
+        instance = Instance(FakeEngine(f"i{number}", World(), Role.DECODE), Role.DECODE, capacity)
+        instances.append(instance)
+        for index, length in enumerate(lengths):
+            instance.begin_decode(f"r{number}.{index}", length)
+            residents.append(Resident(f"r{number}.{index}", instance, length, length))
+    return instances, residents
+
+
+def moved(instances: list[Instance], residents: list[Resident], most: int) -> list[tuple[str, str]]:
+    return [(rid, target.name) for rid, target in choose_moves(instances, residents, most)]
+
+
+def test_the_shortest_contexts_move_until_either_the_batches_or_the_kv_are_even() -> None:
+    # 4 decodes against none: after two moves 2 and 2 would be even, but 1.1 * 2 is above 2.
+    instances, residents = filled([100, 200, 20, 10], [])
+    assert moved(instances, residents, 10) == [("r0.3", "i1")]
+    # 6 against none: two moves leave 4 and 2, the third would leave 3 and 3.
+    instances, residents = filled([30, 20, 10, 60, 50, 40], [])
+    assert moved(instances, residents, 10) == [("r0.2", "i1"), ("r0.1", "i1")]
+    # The KV cache: 10 + 10 + 400 tokens in three decodes against 390 in one.
+    instances, residents = filled([10, 10, 400], [390])
+    assert moved(instances, residents, 10) == []
+
+
+def test_no_more_move_than_are_asked_for_and_to_the_emptiest_first() -> None:
+    instances, residents = filled([10] * 20, [5], [])
+    assert moved(instances, residents, 3) == [("r0.0", "i2"), ("r0.1", "i1"), ("r0.2", "i2")]
+    assert moved(instances, residents, 0) == []
+    assert moved([], [], 3) == []
+
+
+@given(st.lists(CONTEXTS, min_size=1, max_size=5), st.integers(1, 8))
+def test_moves_even_out_and_end(contexts: list[list[int]], most: int) -> None:
+    instances, residents = filled(*contexts, capacity=5000)
+    there = {resident.rid: resident for resident in residents}
+    fullest, emptiest = (of(i.kv_tokens for i in instances) for of in (max, min))
+    for _ in range(len(residents) + 1):
+        moves = choose_moves(instances, there.values(), most)
+        assert len(moves) <= most
+        if not moves:
+            break
+        for rid, target in moves:
+            resident = there[rid]
+            source = resident.instance
+            source.end_decode(rid)
+            target.begin_decode(rid, resident.reserved)
+            there[rid] = Resident(rid, target, resident.context, resident.reserved)
+            assert source.kv_tokens > target.kv_tokens
+            assert source.decodes > target.decodes
+    else:
+        raise AssertionError("there was always another one to move")
+    assert emptiest <= min(i.kv_tokens for i in instances)
+    assert max(i.kv_tokens for i in instances) <= fullest
