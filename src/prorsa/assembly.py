@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Protocol
 
 from prorsa.allocation import Adaptive, Colocated, EngineCosts, Planned, Policy, PrefillSpeed, Static
+from prorsa.cluster import switcher
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.observers import Observer
 from prorsa.cluster.router import Limits
-from prorsa.cluster.switcher import Restarter, SwitchLimits
+from prorsa.cluster.switcher import Relaunches, Restarter, SwitchLimits
 from prorsa.config import Batches, Config, ConfigError, ForecastKind, RolePolicy
 from prorsa.engines.launcher import EmbeddedLauncher
-from prorsa.engines.protocol import Engine, Role, SamplingParams
+from prorsa.engines.protocol import SPLIT_ROLES, Engine, Role, SamplingParams
 from prorsa.engines.sglang import SGLangEngine
 from prorsa.engines.sglang_server.flags import EngineFlags, Mooncake
 from prorsa.engines.sglang_server.launcher import SGLangLauncher, gpu_here
@@ -52,7 +53,7 @@ def instance_roles(config: Config) -> dict[str, Role]:
     return {f"engine-{index}": role for index, role in enumerate(roles)}
 
 
-class Launcher(Restarter, Protocol):
+class Launcher(switcher.Launcher, Protocol):
     """Who owns the engine processes of this machine."""
 
     async def start(self, name: str, role: Role) -> SGLangEngine: ...
@@ -93,7 +94,8 @@ def _sglang_launcher(config: Config, log_dir: Path) -> SGLangLauncher:
         prefill_chunk=cluster.prefill_chunk,
         max_running=cluster.max_running,
         max_waiting=cluster.max_waiting,
-        tensor_parallel=cluster.gpus_per_prefill,
+        gpus_per_prefill=cluster.gpus_per_prefill,
+        gpus_per_decode=cluster.gpus_per_decode,
         kv_store=Mooncake(sglang.kv_store_master) if sglang.kv_store_master else None,
         extra=tuple(sglang.flags),
     )
@@ -104,6 +106,7 @@ def _sglang_launcher(config: Config, log_dir: Path) -> SGLangLauncher:
         log_dir=log_dir,
         kv_store_dir=Path(sglang.kv_store_dir or config.run_dir) if sglang.kv_store == "file" else None,
         mooncake_gb=sglang.kv_store_gb if sglang.kv_store == "mooncake" and not sglang.kv_store_master else None,
+        gpus=cluster.budget,
     )
 
 
@@ -196,6 +199,7 @@ def build_control(
     restarter: Restarter | None,
     observers: Sequence[Observer],
     injection: Injection | None,
+    relaunches: Relaunches | None = None,
 ) -> ControlPlane:
     """The control plane over engines that run already."""
     return ControlPlane(
@@ -211,6 +215,7 @@ def build_control(
         speed=PrefillSpeed(config.policy.prefill_tokens_per_s),
         horizon=config.policy.horizon,
         restarter=restarter,
+        relaunches=relaunches,
         observers=observers,
         limits=Limits(decode_slots=config.cluster.max_running, decode_headroom=config.sampling.max_new_tokens),
         switch_limits=SwitchLimits(canary_timeout=CANARY_SECONDS if config.cluster.engine == "sglang" else None),
@@ -224,8 +229,12 @@ async def running_cluster(
     """Engines in processes of their own and the control plane over them; leaving it ends them all."""
     launcher = build_launcher(config, log_dir)
     try:
+        begun = asyncio.get_running_loop().time()
         engines = await asyncio.gather(*(launcher.start(*instance) for instance in instance_roles(config).items()))
-        control = build_control(config, engines, launcher, observers, injection)
+        launch_s = asyncio.get_running_loop().time() - begun
+        alone = any(engine.roles < SPLIT_ROLES for engine in engines)
+        relaunches = Relaunches(launcher, launch_s) if alone else None
+        control = build_control(config, engines, launcher, observers, injection, relaunches)
         await control.start()
         try:
             yield control

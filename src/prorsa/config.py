@@ -324,10 +324,12 @@ def _impossibilities(config: Config) -> list[str]:
                 f"cluster.gpus={cluster.gpus}: the {n_prefill} prefill and {n_decode} decode instances to start with take "
                 f"{start}; set it to {start} or more, or use fewer cluster.instances"
             )
-    if cluster.engine == "sglang" and cluster.gpus_per_prefill != cluster.gpus_per_decode:
+    unequal = cluster.gpus_per_prefill != cluster.gpus_per_decode
+    if cluster.engine == "sglang" and unequal and policy.name == "planned":
         problems.append(
-            f"cluster.gpus_per_decode={cluster.gpus_per_decode}: an SGLang engine keeps its GPUs when its role flips; "
-            f"make it equal to cluster.gpus_per_prefill={cluster.gpus_per_prefill}"
+            f"policy.name=planned: it plans with instances that flip, and SGLang's do not where "
+            f"cluster.gpus_per_prefill={cluster.gpus_per_prefill} and cluster.gpus_per_decode={cluster.gpus_per_decode}; "
+            "make them equal, or use policy.name=adaptive"
         )
     sglang = config.sglang
     for key, value, store in (
@@ -335,7 +337,9 @@ def _impossibilities(config: Config) -> list[str]:
         ("kv_store_master", sglang.kv_store_master, "mooncake"),
     ):
         if value is not None and sglang.kv_store != store:
-            problems.append(f"sglang.{key}={value!r}: of no use with sglang.kv_store={sglang.kv_store}; set that to {store}")
+            problems.append(
+                f"sglang.{key}={value!r}: of no use with sglang.kv_store={sglang.kv_store}; set that to {store}"
+            )
     if cluster.kv_tokens < config.model.max_context + cluster.block_tokens:
         problems.append(
             f"cluster.kv_tokens={cluster.kv_tokens}: one trajectory of model.max_context={config.model.max_context} "

@@ -39,6 +39,34 @@ def test_adaptive_rests_when_nothing_is_live() -> None:
     assert Adaptive(1, 1, 4).decide(Situation(DEMAND, Allocation(2, 2), live=False)) == Allocation(2, 2)
 
 
+@pytest.mark.parametrize(
+    ("current", "relaunch_s", "target"),
+    [
+        # 6 GPUs are 1:4 or 2:2. One prefill instance serves a third of a = 3, two serve two thirds.
+        (Allocation(1, 4), 1.9, Allocation(2, 2)),
+        (Allocation(1, 4), 2.0, Allocation(1, 4)),
+        (Allocation(2, 2), 1.9, Allocation(2, 2)),
+        # A decode instance is out: its GPU may be filled by itself only.
+        (Allocation(1, 2), 1.9, Allocation(1, 2)),
+        (Allocation(1, 0), 1.9, Allocation(1, 0)),
+        (Allocation(0, 2), 1.9, Allocation(0, 2)),
+    ],
+)
+def test_adaptive_regroups_where_launches_end_within_the_horizon(
+    current: Allocation, relaunch_s: float, target: Allocation
+) -> None:
+    assert Adaptive(2, 1, 6).decide(Situation(DEMAND, current, live=True, relaunch_s=relaunch_s)) == target
+
+
+def test_adaptive_does_not_regroup_for_more_than_the_demand() -> None:
+    # a = 1, b = 2.5: 1:4 and 2:2 would serve all, or four fifths; 1:3 serves all.
+    demand = Demand(prefill_tokens=2000, prefill_speed=1000, horizon=2.0, decode_tokens=25_000, decode_capacity=10_000)
+    policy = Adaptive(2, 1, 6)
+    assert policy.decide(Situation(demand, Allocation(1, 4), live=True, relaunch_s=1.0)) == Allocation(1, 4)
+    assert policy.decide(Situation(demand, Allocation(1, 3), live=True, relaunch_s=1.0)) == Allocation(1, 3)
+    assert policy.decide(Situation(demand, Allocation(2, 2), live=True, relaunch_s=1.0)) == Allocation(1, 4)
+
+
 def test_static_and_colocated_do_not_look_at_the_demand() -> None:
     assert Static(1, 3).decide(Situation(DEMAND, Allocation(2, 2), live=True)) == Allocation(1, 3)
     assert Colocated().decide(Situation(DEMAND, Allocation(0, 0), live=True)) is None

@@ -109,8 +109,8 @@ def test_a_flip_does_not_lose_requests_that_a_pause_holds(fixed: bool, tmp_path:
 class WithoutDecodeCache(EngineFlags):
     """Flags of somebody who starts engines without us."""
 
-    def of_engine(self, role: Role, index: int, port: int, bootstrap_port: int) -> list[str]:
-        ours = EngineFlags.of_engine(self, role, index, port, bootstrap_port)
+    def of_engine(self, role: Role, port: int, bootstrap_port: int) -> list[str]:
+        ours = EngineFlags.of_engine(self, role, port, bootstrap_port)
         return [flag for flag in ours if flag != "--disaggregation-decode-enable-radix-cache"]
 
 

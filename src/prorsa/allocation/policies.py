@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, Protocol
 
-from prorsa.allocation.solver import Allocation, solve
+from prorsa.allocation.solver import Allocation, served, solve
 from prorsa.forecast.work import Work
 
 
@@ -62,6 +62,9 @@ class Situation:
     work: Work | None = None
     """None where the forecaster says nothing of it."""
     moment: Moment = Moment.GRID
+    relaunch_s: float | None = None
+    """Seconds for which an instance that changes its role serves nobody, where it is launched anew and instances of the one
+    role give their GPUs to those of the other; None where they flip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,10 @@ class Static(Policy):
 class Adaptive(Policy):
     """The paper's rule on the forecast demand.
 
-    Instances are flipped, never started or stopped, so the decision has as many as `current`, which counts those in service.
+    Where instances flip, none is started or stopped: the decision has as many as `current`, which counts those in service.
+    Where they are launched anew it has as many as the GPUs hold, and keeps the roles unless others serve more of the demand,
+    and begin to within the horizon. Until then the instances that stay serve no less than now, since no target takes
+    instances of the scarcer role.
     """
 
     moments = ON_GRID
@@ -131,6 +137,8 @@ class Adaptive(Policy):
         current, demand = situation.current, situation.demand
         if not situation.live or current.total < 2:
             return current
+        if situation.relaunch_s is not None:
+            return self._regrouped(demand, current, situation.relaunch_s)
         return solve(
             demand.prefill_instances,
             demand.decode_instances,
@@ -140,3 +148,14 @@ class Adaptive(Policy):
             current,
             instances=current.total,
         )
+
+    def _regrouped(self, demand: Demand, current: Allocation, relaunch_s: float) -> Allocation:
+        used = self.m_p * current.prefill + self.m_d * current.decode
+        # GPUs for a whole instance more are those of one that is not in service now, and is coming back.
+        gpus = self.gpus if self.gpus - used < max(self.m_p, self.m_d) else used
+        if gpus < self.m_p + self.m_d:
+            return current
+        wanted = demand.prefill_instances, demand.decode_instances
+        target = solve(*wanted, self.m_p, self.m_d, gpus, current)
+        pays = min(served(target, *wanted), 1.0) > served(current, *wanted) and relaunch_s < demand.horizon
+        return target if pays else current

@@ -8,6 +8,7 @@ the two demands in instances. A pair that reaches 1 + d has exactly the margin d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +66,12 @@ def solve(
     used = m_p * prefill + m_d * decode
     first = np.lexsort((prefill, -used, leaving))[0]
     return Allocation(int(prefill[first]), int(decode[first]))
+
+
+def served(allocation: Allocation, prefill_demand: float, decode_demand: float) -> float:
+    """min(n_P / a, n_D / b): how often the demand fits; below 1, the part of it that is served. Infinite without demand."""
+    wanted = ((allocation.prefill, prefill_demand), (allocation.decode, decode_demand))
+    return min((count / demand for count, demand in wanted if demand > 0), default=inf)
 
 
 def _pairs(m_p: int, m_d: int, gpus: int, instances: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

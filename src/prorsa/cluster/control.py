@@ -17,7 +17,7 @@ from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.manager import GlobalManager, HealthLimits
 from prorsa.cluster.observers import Decision, Flip, Observer, TurnRecord
 from prorsa.cluster.router import Limits, Router
-from prorsa.cluster.switcher import Restarter, RoleSwitcher, SwitchLimits, Weights
+from prorsa.cluster.switcher import Relaunches, Restarter, RoleSwitcher, SwitchLimits, Weights
 from prorsa.cluster.turns import Listener, TurnRequest, TurnResult
 from prorsa.engines.protocol import Engine, EngineError, EngineGone, Role
 from prorsa.engines.weights import MemoryCheckpoints, NamedTensors
@@ -79,12 +79,14 @@ class ControlPlane:
         speed: PrefillSpeed,
         horizon: float,
         restarter: Restarter | None = None,
+        relaunches: Relaunches | None = None,
         observers: Sequence[Observer] = (),
         limits: Limits | None = None,
         switch_limits: SwitchLimits | None = None,
         health_limits: HealthLimits | None = None,
     ) -> None:
-        """`horizon` is S in seconds. Without a restarter a dead instance stays dead."""
+        """`horizon` is S in seconds. Without a restarter a dead instance stays dead. With `relaunches` instances that cannot
+        flip get their role by a new process."""
         self.tracker = Tracker()
         self.decisions: list[Decision] = []
         self.flips: list[Flip] = []
@@ -107,7 +109,13 @@ class ControlPlane:
         self.fleet = Fleet()
         self.router = Router(self.fleet, self.apply, self._decoded, self._turn_finished, limits or Limits())
         self.switcher = RoleSwitcher(
-            self.fleet, self.router, restarter, lambda: self._weights, self._flipped, switch_limits or SwitchLimits()
+            self.fleet,
+            self.router,
+            restarter,
+            lambda: self._weights,
+            self._flipped,
+            switch_limits or SwitchLimits(),
+            relaunches,
         )
         self.manager = GlobalManager(
             self.tracker,

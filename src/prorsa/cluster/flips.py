@@ -8,7 +8,7 @@ which needs the first one's instances in their new roles.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -17,6 +17,11 @@ from prorsa.cluster.instances import Fleet, Instance
 from prorsa.engines.protocol import Role
 
 Change = tuple[Instance, Role]
+Can = Callable[[Instance, Role], bool]
+
+
+def can_flip(instance: Instance, role: Role) -> bool:
+    return role in instance.engine.roles
 
 
 def serves(allocation: Allocation) -> bool:
@@ -35,13 +40,30 @@ def allocation_of(roles: Sequence[Role]) -> Allocation:
     return Allocation(count[Role.PREFILL], count[Role.DECODE], count[Role.MIXED])
 
 
-def next_wave(fleet: Fleet, target: Allocation, at_rest: bool = False) -> list[Change]:
+def surplus(fleet: Fleet, target: Allocation) -> list[Instance]:
+    """The instances to stop where the target has fewer: the least loaded of those whose role has too many."""
+    leaving = [
+        instance
+        for role in Role
+        for instance in sorted(fleet.pool(role), key=_load)[: max(len(fleet.pool(role)) - getattr(target, role), 0)]
+    ]
+    return sorted(leaving, key=_load)[: max(fleet.in_service.total - target.total, 0)]
+
+
+def missing(fleet: Fleet, target: Allocation) -> list[Role]:
+    """The roles of the instances to start where the target has more than there are. One that is dead is coming back."""
+    there = allocation_of([instance.role for instance in fleet])
+    lacking = [role for role in Role for _ in range(getattr(target, role) - getattr(there, role))]
+    return lacking[: max(target.total - there.total, 0)]
+
+
+def next_wave(fleet: Fleet, target: Allocation, at_rest: bool = False, can: Can = can_flip) -> list[Change]:
     """The flips to make now to bring the roles in service nearer to `target`; none where it is reached, or cannot be without
-    a moment in which nothing is served.
+    a moment in which nothing is served. `can` says which roles an instance can get.
 
     `at_rest`: nothing is served now, so that moment does no harm and all flips are made at once.
     """
-    changes = _changes(fleet, target)
+    changes = _changes(fleet, target, can)
     now = fleet.in_service
     if at_rest or not serves(now):
         return changes
@@ -56,12 +78,12 @@ def next_wave(fleet: Fleet, target: Allocation, at_rest: bool = False) -> list[C
     return []
 
 
-def _changes(fleet: Fleet, target: Allocation) -> list[Change]:
+def _changes(fleet: Fleet, target: Allocation, can: Can) -> list[Change]:
     short: dict[Role, int] = {role: getattr(target, role) - len(fleet.pool(role)) for role in Role}
     leaving = [i for role, lack in short.items() for i in sorted(fleet.pool(role), key=_load)[: max(-lack, 0)]]
     changes = []
     for instance in sorted(leaving, key=_load):
-        role = next((role for role, lack in short.items() if lack > 0 and role in instance.engine.roles), None)
+        role = next((role for role, lack in short.items() if lack > 0 and can(instance, role)), None)
         if role is not None:
             short[role] -= 1
             changes.append((instance, role))

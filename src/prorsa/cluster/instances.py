@@ -21,6 +21,8 @@ class InstanceState(StrEnum):
     FLIPPING = "flipping"
     DEAD = "dead"
     """Out of the pool until a restart has brought it back."""
+    STOPPED = "stopped"
+    """Gone for good: its process was ended, so that another instance has its GPUs."""
 
 
 class Instance:
@@ -148,6 +150,10 @@ class Fleet:
             raise ValueError(f"two instances are named {instance.name!r}; names must differ")
         self._instances[instance.name] = instance
         self.move(instance, InstanceState.ROUTED)
+
+    def remove(self, instance: Instance) -> None:
+        del self._instances[instance.name]
+        self.move(instance, InstanceState.STOPPED)
 
     def move(self, instance: Instance, state: InstanceState, role: Role | None = None) -> None:
         """Every change of state or role goes through here, so that the pools are always right."""

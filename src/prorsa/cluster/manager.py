@@ -114,8 +114,9 @@ class GlobalManager:
             decode_capacity=min(instance.capacity for instance in self._fleet),
         )
         live = len(self._tracker) > 0
-        target = self._policy.decide(Situation(demand, current, live, forecast.work, moment))
-        self._last = Decision(now, self._tracker.counts(), forecast, demand, current, live, target, moment)
+        relaunch_s = self._switcher.relaunch_s
+        target = self._policy.decide(Situation(demand, current, live, forecast.work, moment, relaunch_s))
+        self._last = Decision(now, self._tracker.counts(), forecast, demand, current, live, target, moment, relaunch_s)
         self._decided(self._last)
         return self._last
 
@@ -225,8 +226,8 @@ class GlobalManager:
 
     def wanted_role(self, instance: Instance) -> Role:
         """The role that the policy, asked for one instance more, has too few of: the one it had where that is among them,
-        else the one that lacks most."""
-        if self._last is None:
+        else the one that lacks most. Where roles take new processes it has its GPUs for the one it had."""
+        if self._last is None or self._switcher.relaunch_s is not None:
             return instance.role
         now = self._fleet.in_service
         asked = replace(self._last.situation, current=added(now, instance.role, 1), moment=Moment.GRID)

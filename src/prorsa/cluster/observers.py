@@ -30,11 +30,13 @@ class Decision:
     target: Allocation | None
     """What the policy answered; None leaves the roles as they are."""
     moment: Moment = Moment.GRID
+    relaunch_s: float | None = None
+    """Where a change of role takes a new process: what the last one took."""
 
     @property
     def situation(self) -> Situation:
         """What the policy saw."""
-        return Situation(self.demand, self.current, self.live, self.forecast.work, self.moment)
+        return Situation(self.demand, self.current, self.live, self.forecast.work, self.moment, self.relaunch_s)
 
 
 def replay(decision: Decision, policy: Policy) -> Allocation | None:
@@ -59,6 +61,8 @@ class Flip:
     """From then until the engine had confirmed its role and served a canary, if any (or until the flip failed)."""
     failure: str | None
     """None: the instance serves in its new role. Else why it was taken out for a restart."""
+    relaunched: bool = False
+    """Whether it got its new role by a new process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +83,12 @@ class TurnRecord:
     versions: Sequence[int]
     """The weights version of each output token."""
     finish: FinishReason
+    moves: int = 0
+    """Of its resends, those that only evened out the instances that decode."""
 
     @property
     def attempts(self) -> int:
         return len(self.instances)
-    moves: int = 0
-    """Of its resends, those that only evened out the instances that decode."""
 
     @property
     def output_tokens(self) -> int:

@@ -6,6 +6,10 @@ flipped instance serves one request before it is routed.
 Invariants. Flips and weight updates exclude each other by one lock. A flip that does nothing, fails half-way, lies or takes
 too long takes its instance out of service; a restart brings it back with the role that is wanted and the weights that are
 current. While requests are served, no flip takes an instance without which the routed ones could not serve.
+
+Roles with parallelism of their own take a new process each (`Relaunches`). Where they take different numbers of GPUs, a
+change of roles first stops the instances that are too many, then launches others in new roles on GPUs that are free by now,
+then starts those that are missing.
 """
 
 from __future__ import annotations
@@ -14,11 +18,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Protocol
 
 from prorsa.allocation import Allocation
 from prorsa.cluster.canary import Canary
-from prorsa.cluster.flips import Change, added, next_wave, serves
+from prorsa.cluster.flips import Change, added, can_flip, missing, next_wave, serves, surplus
 from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.observers import Flip
 from prorsa.cluster.router import Router
@@ -37,6 +42,25 @@ class Restarter(Protocol):
     async def restart(self, name: str, role: Role) -> Engine:
         """Stop whatever is left of the instance and start it anew. Raises `EngineError`."""
         ...
+
+
+class Launcher(Restarter, Protocol):
+    """Who can also start and end them."""
+
+    async def start(self, name: str, role: Role) -> Engine:
+        """Raises `EngineError`."""
+        ...
+
+    async def stop(self, name: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Relaunches:
+    """How an instance gets a role that its engine cannot have."""
+
+    launcher: Launcher
+    seconds: float
+    """What a launch takes, until one has been measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +96,11 @@ class RoleSwitcher:
         weights: Callable[[], Weights],
         flipped: Callable[[Flip], None],
         limits: SwitchLimits,
+        relaunches: Relaunches | None = None,
     ) -> None:
+        self.relaunch_s = relaunches.seconds if relaunches else None
+        """Where a change of role takes a new process: seconds out of service the last time."""
+        self._launcher = relaunches.launcher if relaunches else None
         self.lock = asyncio.Lock()
         self._fleet = fleet
         self._router = router
@@ -95,9 +123,15 @@ class RoleSwitcher:
     async def reach(self, target: Allocation, patience: float = 0.0) -> list[Flip]:
         """`apply` for who holds the lock."""
         flips: list[Flip] = []
+        if self._launcher is not None:
+            await asyncio.gather(*(self._stop(self._launcher, i, patience) for i in surplus(self._fleet, target)))
         # Whoever is in a hurry does not wait for a second wave.
-        while (changes := next_wave(self._fleet, target)) and not (flips and self._hurry.is_set()):
+        while (changes := next_wave(self._fleet, target, can=self._can_become)) and not (
+            flips and self._hurry.is_set()
+        ):
             flips += await self._make(self._take(changes), patience)
+        if self._launcher is not None:
+            await asyncio.gather(*(self._start(self._launcher, role) for role in missing(self._fleet, target)))
         return flips
 
     def reach_at_rest(self, target: Allocation) -> Coroutine[Any, Any, None] | None:
@@ -164,15 +198,24 @@ class RoleSwitcher:
         """Bring a dead instance back into service. Raises `EngineError` or `TimeoutError`; it stays dead then."""
         assert self._restarter is not None
         async with asyncio.timeout(self._limits.restart_timeout):
-            engine = await self._restarter.restart(instance.name, role)
-        former, instance.engine = instance.engine, engine
-        if former is not engine:
-            await former.close()
+            await self._replace(self._restarter, instance, role)
         async with self.lock, asyncio.timeout(self._limits.restart_timeout):
             await self._join(instance, role)
 
+    async def _replace(self, restarter: Restarter, instance: Instance, role: Role) -> None:
+        engine = await restarter.restart(instance.name, role)
+        former, instance.engine = instance.engine, engine
+        if former is not engine:
+            await former.close()
+
     async def _join(self, instance: Instance, role: Role) -> None:
         """Check a restarted instance, give it the current weights and route it."""
+        await self._fit(instance, role)
+        instance.lose_cache()
+        self._fleet.move(instance, InstanceState.ROUTED, role)
+
+    async def _fit(self, instance: Instance, role: Role) -> None:
+        """Give a new process the current weights, check it, and ask what it holds."""
         engine, weights = instance.engine, self._weights()
         info = await engine.info()
         if weights.path is not None and info.weights_version != weights.version:
@@ -184,8 +227,34 @@ class RoleSwitcher:
                 f"{info.role} with weights {info.weights_version}"
             )
         instance.capacity = (await engine.load()).max_tokens
-        instance.lose_cache()
-        self._fleet.move(instance, InstanceState.ROUTED, role)
+
+    async def _stop(self, launcher: Launcher, instance: Instance, patience: float) -> None:
+        self._fleet.move(instance, InstanceState.DRAINING)
+        await self._let_finish(instance, patience)
+        await self._router.drain(instance, f"instance {instance.name} is stopped")
+        self._fleet.remove(instance)
+        await launcher.stop(instance.name)
+
+    async def _start(self, launcher: Launcher, role: Role) -> None:
+        """One instance more. Where that fails the next decision will see that it is missing."""
+        names = {instance.name for instance in self._fleet} | self._in_hand
+        name = next(name for number in count() if (name := f"engine-{number}") not in names)
+        self._in_hand.add(name)
+        try:
+            async with asyncio.timeout(self._limits.restart_timeout):
+                instance = Instance(await launcher.start(name, role), role, 0)
+                try:
+                    await self._fit(instance, role)
+                    if self._canary is not None:
+                        await self._canary.send(instance, role)
+                except BaseException:
+                    await launcher.stop(name)
+                    raise
+            self._fleet.add(instance)
+        except (EngineError, TimeoutError) as error:
+            logger.warning("no instance more of role %s: %r", role, error)
+        finally:
+            self._in_hand.discard(name)
 
     def _check_alone(self, instance: Instance, role: Role) -> None:
         if instance.name in self._in_hand or instance.state in (InstanceState.DRAINING, InstanceState.FLIPPING):
@@ -196,9 +265,13 @@ class RoleSwitcher:
             raise FlipRefused(f"instance {instance.name}: it is {instance.state}, so it cannot become {role}")
         if instance.role is role:
             raise FlipRefused(f"instance {instance.name}: it is {role} already")
-        if role not in instance.engine.roles:
+        if not self._can_become(instance, role):
             raise FlipRefused(f"instance {instance.name}: its engine cannot become {role} without a restart")
         self._check_spare(instance)
+
+    def _can_become(self, instance: Instance, role: Role) -> bool:
+        relaunch = self._launcher is not None and Role.MIXED not in (instance.role, role)
+        return relaunch or can_flip(instance, role)
 
     def _check_spare(self, instance: Instance) -> None:
         """The others have to serve without it, unless not even all of them do."""
@@ -228,13 +301,14 @@ class RoleSwitcher:
         before, start = instance.role, now()
         idle_at: float | None = None
         cancelled, failure = 0, None
+        relaunched = not can_flip(instance, role)
         try:
             await self._let_finish(instance, patience)
             cancelled = await self._router.drain(instance, f"instance {instance.name} becomes {role}")
             await self._wait_idle(instance)
             idle_at = now()
             self._step(instance, InstanceState.DRAINING, InstanceState.FLIPPING)
-            await self._become(instance, role)
+            await (self._relaunch if relaunched else self._become)(instance, role)
             if self._canary is not None:
                 await self._canary.send(instance, role)
             self._step(instance, InstanceState.FLIPPING, InstanceState.ROUTED, role)
@@ -255,7 +329,10 @@ class RoleSwitcher:
             drain_s=drained - start,
             flip_s=end - drained,
             failure=failure,
+            relaunched=relaunched,
         )
+        if relaunched and failure is None:
+            self.relaunch_s = end - start
         self._flipped(flip)
         return flip
 
@@ -294,6 +371,17 @@ class RoleSwitcher:
             raise TimeoutError(f"instance {instance.name} was not {role} after {self._limits.flip_timeout} s") from None
         if reported is not role:
             raise EngineError(f"instance {instance.name}: asked to become {role}; it still reports {reported}")
+
+    async def _relaunch(self, instance: Instance, role: Role) -> None:
+        assert self._launcher is not None
+        try:
+            async with asyncio.timeout(self._limits.restart_timeout):
+                await self._replace(self._launcher, instance, role)
+                await self._fit(instance, role)
+        except TimeoutError:
+            raise TimeoutError(
+                f"instance {instance.name} was not launched as {role} after {self._limits.restart_timeout} s"
+            ) from None
 
     async def _switch(self, instance: Instance, role: Role) -> None:
         """An engine may report idle a moment before it agrees to flip."""

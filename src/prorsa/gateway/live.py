@@ -53,7 +53,7 @@ class LiveView:
         """Counted by the cluster's status."""
 
     def instance(self, time: float, name: str, role: Role, state: InstanceState) -> None:
-        known = {InstanceState.ROUTED: role.value, InstanceState.DEAD: "dead"}
+        known = {InstanceState.ROUTED: role.value, InstanceState.DEAD: "dead", InstanceState.STOPPED: "dead"}
         self._changes.setdefault(name, deque(maxlen=MOST_CHANGES)).append((time, known.get(state, "flipping")))
 
     def render(self, status: Status, in_flight: int) -> str:

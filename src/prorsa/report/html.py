@@ -144,7 +144,7 @@ def _flip(flip: Flip, start: float) -> list[str]:
     return [
         f"{flip.time - start:.2f}",
         flip.instance,
-        f"{flip.before} → {flip.after}",
+        f"{flip.before} → {flip.after}" + (", relaunched" if flip.relaunched else ""),
         f"{flip.cancelled}",
         f"{flip.drain_s:.3f}",
         f"{flip.flip_s:.3f}",

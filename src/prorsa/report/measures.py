@@ -300,7 +300,7 @@ def _gaps(pieces: _Pieces) -> tuple[Floats, Floats, Counts]:
 class RoleSpan:
     instance: str
     what: str
-    """A role, or `flipping` (leaving its pool until it serves again) or `dead`."""
+    """A role, or `flipping` (leaving its pool until it serves again) or `dead` (also one that was stopped)."""
     start: float
     end: float
 
@@ -309,7 +309,7 @@ def role_spans(run: Run, end: float) -> list[RoleSpan]:
     """What every instance was when, in the order in which the instances appeared."""
     changes: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for change in run.instances:
-        known = {"routed": change.role.value, "dead": "dead"}
+        known = {"routed": change.role.value, "dead": "dead", "stopped": "dead"}
         what = known.get(change.state.value, "flipping")
         if not changes[change.name] or changes[change.name][-1][1] != what:
             changes[change.name].append((change.time, what))

@@ -135,6 +135,7 @@ def dump_decision(decision: Decision, after_events: int) -> Json:
         "live": decision.live,
         "target": None if target is None else list(astuple(target)),
         "moment": decision.moment,
+        "relaunch_s": decision.relaunch_s,
     }
 
 
@@ -148,6 +149,7 @@ def load_decision(line: Json) -> Decided:
         live=line["live"],
         target=None if line["target"] is None else Allocation(*line["target"]),
         moment=Moment(line.get("moment", Moment.GRID)),
+        relaunch_s=line.get("relaunch_s"),
     )
     return Decided(line["after_events"], decision)
 

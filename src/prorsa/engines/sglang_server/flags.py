@@ -32,14 +32,21 @@ class EngineFlags:
     prefill_chunk: int
     max_running: int
     max_waiting: int
-    tensor_parallel: int = 1
+    gpus_per_prefill: int = 1
+    """Tensor parallelism of a prefill instance."""
+    gpus_per_decode: int = 1
     kv_store: str | Mooncake | None = None
     """Where the KV is that the engines share: a directory for files, or Mooncake; None: each has only its own."""
     extra: tuple[str, ...] = ()
     """After all others, so that they win."""
 
-    def of_engine(self, role: Role, index: int, port: int, bootstrap_port: int) -> list[str]:
-        """The command line of the engine number `index`, which takes the GPUs after those of the engines before it."""
+    def gpus(self, role: Role) -> int:
+        """How many an engine has; on a CPU they are only counted."""
+        of_role = {Role.PREFILL: self.gpus_per_prefill, Role.DECODE: self.gpus_per_decode}
+        return of_role.get(role, max(of_role.values()))
+
+    def of_engine(self, role: Role, port: int, bootstrap_port: int) -> list[str]:
+        """The command line of an engine, which sees no GPUs but its own."""
         flags = [
             f"--model-path={self.model_path}",
             f"--host={HOST}",
@@ -53,7 +60,7 @@ class EngineFlags:
             "--skip-server-warmup",
             "--enable-metrics",
             "--enable-cache-report",
-            *(_ON_CPU if self.device == "cpu" else self._on_gpu(index)),
+            *(_ON_CPU if self.device == "cpu" else self._on_gpu(role)),
         ]
         if role is not Role.MIXED:
             flags += [
@@ -91,12 +98,8 @@ class EngineFlags:
             f"--hicache-storage-backend-extra-config={json.dumps(storage)}",
         ]
 
-    def _on_gpu(self, index: int) -> list[str]:
-        return [
-            "--device=cuda",
-            f"--tensor-parallel-size={self.tensor_parallel}",
-            f"--base-gpu-id={index * self.tensor_parallel}",
-        ]
+    def _on_gpu(self, role: Role) -> list[str]:
+        return ["--device=cuda", f"--tensor-parallel-size={self.gpus(role)}"]
 
 
 _ON_CPU = (

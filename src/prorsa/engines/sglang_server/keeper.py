@@ -31,8 +31,8 @@ STOP_SECONDS = 12.0
 """How long an engine may take to end after SIGTERM before its processes get SIGKILL. SGLang looks every 5 s whether it is to
 end."""
 PR_SET_PDEATHSIG = 1
-Spawn = Callable[[list[str], int], int]
-"""Arguments and the file descriptor of the log -> process id, which is also the group's."""
+Spawn = Callable[[list[str], dict[str, str], int], int]
+"""Arguments, environment variables beside ours, and the file descriptor of the log -> process id, also the group's."""
 
 
 class Keeper:
@@ -85,7 +85,7 @@ class Keeper:
 
     def _start(self, command: dict[str, Any], spawn: Spawn) -> None:
         log = os.open(command["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        pid = spawn(command["arguments"], log)
+        pid = spawn(command["arguments"], command["environment"], log)
         os.close(log)
         self._children[pid] = command["name"]
         self._tell({"event": "started", "name": command["name"], "pid": pid})
@@ -117,13 +117,14 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def start_engine(flags: list[str], log: int) -> int:
-    return start_process([sys.executable, "-m", "sglang.launch_server", *flags], log)
+def start_engine(flags: list[str], environment: dict[str, str], log: int) -> int:
+    return start_process([sys.executable, "-m", "sglang.launch_server", *flags], environment, log)
 
 
-def start_process(command: list[str], log: int) -> int:
+def start_process(command: list[str], environment: dict[str, str], log: int) -> int:
     process = subprocess.Popen(
         command,
+        env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
@@ -147,7 +148,7 @@ def import_engine() -> None:
     import sglang.srt.models.registry  # noqa: F401
 
 
-def fork_engine(flags: list[str], log: int) -> int:
+def fork_engine(flags: list[str], environment: dict[str, str], log: int) -> int:
     if threading.active_count() > 1 or len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError(f"cannot fork safely: {[thread.name for thread in threading.enumerate()]} run")
     pid = os.fork()
@@ -156,6 +157,7 @@ def fork_engine(flags: list[str], log: int) -> int:
     status = 1
     try:
         _become_engine(log)
+        os.environ.update(environment)
         _serve(flags)
         status = 0
     except BaseException:

@@ -6,6 +6,7 @@ Like `engines.launcher` of the embedded engine: engines are known by name, each 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -13,7 +14,7 @@ import random
 import shutil
 import socket
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,8 @@ def gpu_here() -> bool:
 @dataclass(slots=True)
 class _Child:
     log: Path
-    index: int = -1
-    """Of an engine, which GPUs are its own: the lowest number that no other engine has."""
+    gpus: tuple[int, ...] = ()
+    """That are its own."""
     pid: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     ended: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Its exit status."""
@@ -56,9 +57,6 @@ class SGLangLauncher:
     that size, GiB, on this machine; either goes when they do.
     """
 
-    roles = SPLIT_ROLES
-    """Those between which an engine can change without a restart. A mixed one is launched as that, and stays it."""
-
     def __init__(
         self,
         python: str,
@@ -68,7 +66,10 @@ class SGLangLauncher:
         log_dir: Path,
         kv_store_dir: Path | None = None,
         mooncake_gb: float | None = None,
+        gpus: int | None = None,
     ) -> None:
+        """`gpus` is how many the engines may have together; None sets no bound."""
+        self._gpus = gpus
         self._python = python
         self._flags = flags
         self._kv_store_dir = kv_store_dir
@@ -82,18 +83,24 @@ class SGLangLauncher:
         self._watches: list[asyncio.Task[None]] = []
         self._ports: set[int] = set()
 
+    @property
+    def roles(self) -> frozenset[Role]:
+        """Those between which an engine can change without a restart: they need equal parallelism. A mixed one, launched as
+        that, stays it."""
+        return SPLIT_ROLES if len({self._flags.gpus(role) for role in SPLIT_ROLES}) == 1 else frozenset()
+
     async def start(self, name: str, role: Role) -> SGLangEngine:
         """Start an engine and wait until it serves. Several can start at once. Raises `EngineError` with its log's end."""
         if name in self._engines:
             raise EngineError(f"engine {name}: is running already; stop it first")
-        taken = {child.index for child in self._engines.values()}
-        index = next(number for number in range(len(taken) + 1) if number not in taken)
-        child = self._engines[name] = _Child(self._log_dir / f"{name}.log", index)
+        gpus = self._free_gpus(name, role)
+        child = self._engines[name] = _Child(self._log_dir / f"{name}.log", gpus)
         port, bootstrap_port = self._free_port(), self._free_port()
         try:
             keeper = await self._running_keeper()
-            keeper.start(name, child, self._flags.of_engine(role, index, port, bootstrap_port))
-            roles = frozenset({role}) if role is Role.MIXED else self.roles
+            environment = {"CUDA_VISIBLE_DEVICES": _devices(gpus)} if self._flags.device == "cuda" else {}
+            keeper.start(name, child, self._flags.of_engine(role, port, bootstrap_port), environment)
+            roles = self.roles if role in self.roles else frozenset({role})
             engine = child.engine = SGLangEngine(name, f"http://{HOST}:{port}", HOST, bootstrap_port, roles=roles)
             await self._wait_until_it_serves(f"engine {name}", child, lambda: _serves(engine))
         except BaseException:
@@ -107,8 +114,7 @@ class SGLangLauncher:
         if child.engine is None:
             return
         await child.engine.close()
-        (await self._running_keeper()).stop(name)
-        await asyncio.wait([child.ended])
+        await (await self._running_keeper()).stop(name)
 
     async def restart(self, name: str, role: Role) -> SGLangEngine:
         """A new process under the old name, whether the old one lives, is dead or never started. It has the weights that
@@ -129,6 +135,7 @@ class SGLangLauncher:
             keeper, self._keeper = self._keeper, None
             await asyncio.wait([keeper])
             if keeper.exception() is None:
+                await asyncio.gather(*(keeper.result().stop(program) for program in self._programs))
                 await keeper.result().close()
             if isinstance(self._flags.kv_store, str) and self._kv_store_dir is not None:
                 shutil.rmtree(self._flags.kv_store, ignore_errors=True)
@@ -221,6 +228,17 @@ class SGLangLauncher:
                 logger.info("%s: starting since %.0f s: %s", what, now() - start, _last_line(child.log))
         logger.info("%s: serves after %.1f s", what, now() - start)
 
+    def _free_gpus(self, name: str, role: Role) -> tuple[int, ...]:
+        """The lowest numbers that no other engine has."""
+        count = self._flags.gpus(role)
+        taken = {gpu for child in self._engines.values() for gpu in child.gpus}
+        free = (gpu for gpu in itertools.count() if gpu not in taken)
+        if self._gpus is not None and len(taken) + count > self._gpus:
+            raise EngineError(
+                f"engine {name}: as {role} it takes {count} GPUs, and {self._gpus - len(taken)} of {self._gpus} are free"
+            )
+        return tuple(itertools.islice(free, count))
+
     def _free_port(self) -> int:
         """A port that is free, was not given before, and is not among those that the system hands to connections: the engine
         takes it seconds later."""
@@ -242,17 +260,23 @@ class _Keeper:
         self._children: dict[str, _Child] = {}
         self._listening = asyncio.create_task(self._listen(), name="SGLang keeper")
 
-    def start(self, name: str, child: _Child, flags: list[str]) -> None:
-        self._children[name] = child
-        self._order(do="start", name=name, arguments=flags, log=str(child.log.absolute()))
+    def start(self, name: str, child: _Child, flags: list[str], environment: dict[str, str]) -> None:
+        """An engine."""
+        self._begin("start", name, child, flags, environment)
 
     def run(self, name: str, child: _Child, command: list[str]) -> None:
-        self._children[name] = child
-        self._order(do="run", name=name, arguments=command, log=str(child.log.absolute()))
+        self._begin("run", name, child, command, {})
 
-    def stop(self, name: str) -> None:
-        if not self._children[name].ended.done():
+    def _begin(self, do: str, name: str, child: _Child, arguments: list[str], environment: dict[str, str]) -> None:
+        self._children[name] = child
+        self._order(do=do, name=name, arguments=arguments, environment=environment, log=str(child.log.absolute()))
+
+    async def stop(self, name: str) -> None:
+        """End a child, unless it has ended."""
+        ended = self._children[name].ended
+        if not ended.done():
             self._order(do="stop", name=name)
+            await asyncio.wait([ended])
 
     async def close(self) -> None:
         assert self._process.stdin is not None
@@ -333,6 +357,13 @@ def _environment(device: str) -> dict[str, str]:
             "OMP_NUM_THREADS": "1",
         }
     return environment
+
+
+def _devices(gpus: Sequence[int]) -> str:
+    """Their names, as far as we see them ourselves."""
+    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = ours.split(",") if ours else None
+    return ",".join(names[gpu] if names else str(gpu) for gpu in gpus)
 
 
 async def _serves(engine: SGLangEngine) -> bool:
