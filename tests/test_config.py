@@ -51,6 +51,10 @@ def test_the_dumped_configuration_reads_back_equal(tmp_path: Path) -> None:
         ({**MODEL, "policy": {"split": "3:3"}}, ["policy.split='3:3'", "6", "cluster.instances=4"]),
         ({**MODEL, "policy": {"split": "0:4"}}, ["policy.split='0:4'", "at least one of each"]),
         ({**MODEL, "cluster": {"kv_tokens": 100}}, ["cluster.kv_tokens=100", "1040 or more"]),
+        (
+            {**MODEL, "cluster": {"engine": "sglang", "gpus_per_prefill": 2}, "policy": {"name": "planned"}},
+            ["policy.name=planned", "gpus_per_prefill=2", "gpus_per_decode=1", "policy.name=adaptive"],
+        ),
         ({**MODEL, "sglang": {"kv_store_dir": "/kv"}}, ["sglang.kv_store_dir='/kv'", "kv_store=none", "set that to file"]),
         (
             {**MODEL, "sglang": {"kv_store": "file", "kv_store_master": "m:1"}},

@@ -46,10 +46,9 @@ def test_adaptive_rests_when_nothing_is_live() -> None:
         (Allocation(1, 4), 1.9, Allocation(2, 2)),
         (Allocation(1, 4), 2.0, Allocation(1, 4)),
         (Allocation(2, 2), 1.9, Allocation(2, 2)),
-        # A decode instance is out: its GPU may be filled by itself only.
-        (Allocation(1, 2), 1.9, Allocation(1, 2)),
+        # GPUs that nobody uses.
+        (Allocation(1, 1), 1.9, Allocation(2, 2)),
         (Allocation(1, 0), 1.9, Allocation(1, 0)),
-        (Allocation(0, 2), 1.9, Allocation(0, 2)),
     ],
 )
 def test_adaptive_regroups_where_launches_end_within_the_horizon(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prorsa.allocation import Adaptive, Allocation, Policy, PrefillSpeed
 from prorsa.cluster.control import ControlPlane
-from prorsa.cluster.flips import missing, serves, surplus
+from prorsa.cluster.flips import missing, serves
 from prorsa.cluster.instances import InstanceState
 from prorsa.cluster.manager import HealthLimits
 from prorsa.cluster.router import Limits
@@ -174,12 +174,13 @@ async def test_an_instance_more_that_does_not_start_is_started_by_the_next_decis
 
 
 @in_virtual_time
-async def test_a_dead_instance_is_not_missing_and_comes_back_in_its_role() -> None:
+async def test_a_dead_instance_keeps_its_gpus_and_comes_back_in_its_role() -> None:
     async with Regrouping(Allocation(1, 4), (2, 1), 6) as bench:
         bench.engine("e4").die()
         await until(lambda: bench.control.fleet["e4"].state is InstanceState.DEAD)
         assert missing(bench.control.fleet, Allocation(1, 4)) == []
-        assert surplus(bench.control.fleet, Allocation(1, 4)) == []
+        assert await bench.control.switcher.apply(Allocation(2, 2)) == []
+        assert bench.control.fleet.in_service == Allocation(1, 3)
         await until(lambda: bench.control.fleet.in_service == Allocation(1, 4))
 
 

@@ -150,12 +150,7 @@ class Adaptive(Policy):
         )
 
     def _regrouped(self, demand: Demand, current: Allocation, relaunch_s: float) -> Allocation:
-        used = self.m_p * current.prefill + self.m_d * current.decode
-        # GPUs for a whole instance more are those of one that is not in service now, and is coming back.
-        gpus = self.gpus if self.gpus - used < max(self.m_p, self.m_d) else used
-        if gpus < self.m_p + self.m_d:
-            return current
         wanted = demand.prefill_instances, demand.decode_instances
-        target = solve(*wanted, self.m_p, self.m_d, gpus, current)
+        target = solve(*wanted, self.m_p, self.m_d, self.gpus, current)
         pays = min(served(target, *wanted), 1.0) > served(current, *wanted) and relaunch_s < demand.horizon
         return target if pays else current

@@ -51,7 +51,7 @@ def surplus(fleet: Fleet, target: Allocation) -> list[Instance]:
 
 
 def missing(fleet: Fleet, target: Allocation) -> list[Role]:
-    """The roles of the instances to start where the target has more than there are. One that is dead is coming back."""
+    """The roles of the instances to start where the target has more than there are. A dead one is coming back."""
     there = allocation_of([instance.role for instance in fleet])
     lacking = [role for role in Role for _ in range(getattr(target, role) - getattr(there, role))]
     return lacking[: max(target.total - there.total, 0)]

@@ -124,13 +124,16 @@ class RoleSwitcher:
         """`apply` for who holds the lock."""
         flips: list[Flip] = []
         if self._launcher is not None:
+            if any(instance.state is not InstanceState.ROUTED for instance in self._fleet):
+                # It will need its GPUs.
+                return flips
             await asyncio.gather(*(self._stop(self._launcher, i, patience) for i in surplus(self._fleet, target)))
         # Whoever is in a hurry does not wait for a second wave.
         while (changes := next_wave(self._fleet, target, can=self._can_become)) and not (
             flips and self._hurry.is_set()
         ):
             flips += await self._make(self._take(changes), patience)
-        if self._launcher is not None:
+        if self._launcher is not None and not self._hurry.is_set():
             await asyncio.gather(*(self._start(self._launcher, role) for role in missing(self._fleet, target)))
         return flips
 
