@@ -205,3 +205,22 @@ async def test_launches_longer_than_the_horizon_leave_the_roles() -> None:
         await asyncio.gather(*turns)
         assert bench.control.decisions
         assert bench.control.flips == []
+
+
+@pytest.mark.parametrize("how", ["dies", "is cancelled"])
+@in_virtual_time
+async def test_an_instance_that_does_not_get_to_its_stop_is_restarted(how: str) -> None:
+    async with Regrouping(Allocation(1, 4), (2, 1), 6) as bench:
+        turns = bench.trajectories(12)
+        await asyncio.sleep(0.3)
+        victim = min(bench.control.fleet.pool(Role.DECODE), key=lambda instance: instance.load)
+        bench.engine(victim.name).deaf = True
+        change = asyncio.create_task(bench.control.switcher.apply(Allocation(1, 3)))
+        await asyncio.sleep(0.1)
+        assert victim.state is InstanceState.DRAINING
+        if how == "dies":
+            bench.engine(victim.name).die()
+        else:
+            change.cancel()
+        await asyncio.gather(change, *turns, return_exceptions=how == "is cancelled")
+        await until(lambda: bench.control.fleet.in_service == Allocation(1, 4))

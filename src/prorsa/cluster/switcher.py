@@ -233,8 +233,14 @@ class RoleSwitcher:
 
     async def _stop(self, launcher: Launcher, instance: Instance, patience: float) -> None:
         self._fleet.move(instance, InstanceState.DRAINING)
-        await self._let_finish(instance, patience)
-        await self._router.drain(instance, f"instance {instance.name} is stopped")
+        try:
+            await self._let_finish(instance, patience)
+            await self._router.drain(instance, f"instance {instance.name} is stopped")
+        except asyncio.CancelledError:
+            self._router.bury(instance, "its stop was cancelled half-way")
+            raise
+        if instance.state is not InstanceState.DRAINING:
+            return  # it died, and is being restarted
         self._fleet.remove(instance)
         await launcher.stop(instance.name)
 
