@@ -28,16 +28,20 @@ class PrefillTime:
         """`tokens_per_s` is the profiled speed of one instance, in full-prompt tokens/s, until enough prefills are seen."""
         self._profile = 1.0 / tokens_per_s
         self._seen = 0
+        self._weight = 0.0
         # Means of tokens, seconds, tokens^2 and tokens * seconds, newer prefills weighing more.
         self._x = self._y = self._xx = self._xy = 0.0
         self._free: dict[str, float] = {}
 
-    def finished(self, instance: str, tokens: int, joined: float, time: float) -> None:
-        """A prefill of `tokens` that joined the instance at `joined` finished at `time`."""
+    def finished(self, instance: str, tokens: int, joined: float, time: float, weight: float = 1.0) -> None:
+        """A prefill of `tokens` that joined the instance at `joined` finished at `time`; it counts `weight` times."""
         seconds = max(time - max(joined, self.free_since(instance)), 0.0)
         self._free[instance] = time
+        if not weight:
+            return
         self._seen += 1
-        weight = max(FORGET, 1.0 / self._seen)
+        self._weight = (1.0 - FORGET) * self._weight + weight
+        weight /= self._weight
         self._x += weight * (tokens - self._x)
         self._y += weight * (seconds - self._y)
         self._xx += weight * (tokens * tokens - self._xx)

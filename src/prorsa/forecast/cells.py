@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prorsa.forecast.durations import Floats
 
-DENSE = 1 << 20
-"""Cells that are numbered by counting; where there could be more, by sorting."""
+DENSE = 1 << 18
+"""Where there could be more cells than so many, they are numbered by sorting; else by counting, which is quicker."""
 
 
 class Cells:
@@ -23,24 +24,34 @@ class Cells:
             width = int(column.max()) - low + 1 if len(column) else 1
             code = code * width + (column - low)
             radices.append((low, width))
-        span = int(np.prod([width for _, width in radices]))
-        if span <= max(DENSE, 4 * len(code)):
-            counts = np.bincount(code, minlength=1)
+        if math.prod(width for _, width in radices) <= DENSE:
+            counts = np.bincount(code)
             used = np.flatnonzero(counts)
-            number = np.zeros(len(counts), dtype=np.intp)
+            number = np.empty(len(counts), dtype=np.intp)
             number[used] = np.arange(len(used))
-            self.cell = number[code]
+            self.cell: NDArray[np.intp] = number[code]
         else:
             used, self.cell = np.unique(code, return_inverse=True)
-        self.columns: list[NDArray[np.int64]] = []
+        """Of each row."""
+        self.columns: list[NDArray[np.intp]] = []
         """Of each cell."""
         for low, width in reversed(radices):
             used, digit = np.divmod(used, width)
-            self.columns.insert(0, digit + low)
+            self.columns.insert(0, (digit + low).astype(np.intp))
 
     def __len__(self) -> int:
         return len(self.columns[0])
 
     def sums(self, values: Floats | None = None) -> Floats:
-        """The sum of a row's value over each cell; without values the number of its rows."""
-        return np.bincount(self.cell, values, minlength=len(self)).astype(np.float64)
+        """[cell]: the sum of the rows' values, or their number."""
+        sums: Floats = np.bincount(self.cell, values, len(self)).astype(np.float64)
+        return sums
+
+    def means(self, values: Floats) -> Floats:
+        """[cell]."""
+        means: Floats = self.sums(values) / self.sums()
+        return means
+
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """The first two columns."""
+        return zip(self.columns[0].tolist(), self.columns[1].tolist(), strict=True)

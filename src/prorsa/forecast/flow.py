@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from prorsa.forecast.durations import Floats
 
 REQUESTS, TOKENS = 0, 1
+ROUNDS = 3
+"""What returns within its own bin is served again in the same bin so often at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +25,19 @@ class Grid:
     """Seconds of a bin."""
 
     @property
-    def middles(self) -> Floats:
-        """Seconds from now to the middle of each bin."""
-        return self.lags + 0.5 * self.step
-
-    @property
     def lags(self) -> Floats:
         """Seconds between the bins of a kernel."""
         return np.arange(self.bins, dtype=np.float64) * self.step
 
+    @property
+    def middles(self) -> Floats:
+        """Seconds from now to the middle of each bin."""
+        return self.lags + 0.5 * self.step
+
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The turns that are to be decoded, of each task."""
+    """Turns that are to be decoded, of each task."""
 
     ends: Floats
     """[task, lag]: kernel from the start of a decode to its end."""
@@ -47,17 +48,24 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True)
+class Queue:
+    """[2, task] and the seconds of an instance that the prefills take."""
+
+    volume: Floats
+    work: float
+
+
+@dataclass(frozen=True, slots=True)
 class Stages:
     """Where everything is and how it goes on."""
 
     grid: Grid
     coming: Floats
-    """[2, task, bin]: requests of trajectories that are neither queued nor decoding, and of those that decode now."""
+    """[2, task, bin]: requests of trajectories that are not queued now, the next one of each."""
     coming_work: Floats
     """[bin]: seconds of an instance that their prefills take."""
-    queued: Floats
-    """[2, task]: in READY and PREFILL."""
-    queued_work: float
+    queued: Queue
+    """In READY and PREFILL."""
     queued_turns: Turns
     turns: Turns
     """Of all requests that are to come."""
@@ -66,7 +74,7 @@ class Stages:
     appended: Floats
     """[task]: tokens that a tool's result adds."""
     later_work: Floats
-    """[task]: seconds of an instance for the prefill of a request after that."""
+    """[task]: seconds of an instance for the prefill of a request that is not the next one of its trajectory."""
     instances: float
     """That prefill."""
     latency: float
@@ -79,56 +87,100 @@ class Passed:
 
     arrived: Floats
     later: Floats
-    """Of these, the requests of trajectories that are queued now or decode twice."""
+    """Of these, the requests that are not the next ones of their trajectories, or come from those queued now."""
     admitted_queued: Floats
     """Prefills that end, of what is queued now."""
     admitted_new: Floats
     """The same of what arrives."""
+    ended: Floats
+    """Of these, the turns that end."""
+    decoding: Floats
+    """[2, bin]: of these, what still decodes at the end of each bin, with the tokens that it has then."""
 
 
 def pass_through(stages: Stages) -> Passed:
     """Serve the queue in order and let what is decoded come back."""
-    grid = stages.grid
     tasks, bins = stages.coming.shape[1:]
     back, growth = _kernels(stages)
-    arrived, later = stages.coming.copy(), np.zeros_like(stages.coming)
+    at_once = back[tasks:, 0], growth[tasks:, 0]
+    later = np.zeros_like(stages.coming)
     # What is queued now in the first rows, what arrives in the others.
     admitted = np.zeros((2, 2 * tasks, bins))
-    old, new = stages.queued.copy(), np.zeros((2, tasks))
-    old_work, new_work = stages.queued_work, 0.0
-    room = stages.instances * grid.step
-    whole, part = divmod(stages.latency / grid.step, 1.0)
-    late = int(whole)
+    server = _Server(stages, admitted)
     for k in range(bins):
-        if k:
-            lags = slice(k, 0, -1)
-            requests = np.einsum("tj,tj->t", admitted[REQUESTS, :, :k], back[:, lags])
-            tokens = np.einsum("tj,tj->t", admitted[TOKENS, :, :k], back[:, lags])
-            tokens += np.einsum("tj,tj->t", admitted[REQUESTS, :, :k], growth[:, lags])
-            later[REQUESTS, :, k] = requests[:tasks] + requests[tasks:]
-            later[TOKENS, :, k] = tokens[:tasks] + tokens[tasks:]
-            arrived[:, :, k] += later[:, :, k]
-        left = room
-        if old_work > 0.0:
-            share = min(left / old_work, 1.0)
-            admitted[:, :tasks, k] += share * old
-            old *= 1.0 - share
-            left -= share * old_work
-            old_work *= 1.0 - share
+        server.begin(k)
+        sofar, chance, gain = admitted[:, :, : k + 1], back[:, k::-1], growth[:, k::-1]
+        requests = np.einsum("tj,tj->t", sofar[REQUESTS], chance)
+        tokens = np.einsum("tj,tj->t", sofar[TOKENS], chance) + np.einsum("tj,tj->t", sofar[REQUESTS], gain)
+        came = np.stack((requests, tokens)).reshape(2, 2, tasks).sum(axis=1)
+        for _ in range(ROUNDS):
+            later[:, :, k] += came
+            served = server.serve(came)
+            came = np.stack(
+                (served[REQUESTS] * at_once[0], served[TOKENS] * at_once[0] + served[REQUESTS] * at_once[1])
+            )
+        # Whatever is left of those comes with the next bin.
+        if k + 1 < bins:
+            server.owe(came)
+            later[:, :, k + 1] += came
+    queued, new = admitted[:, :tasks], admitted[:, tasks:]
+    ended, decoding = np.zeros_like(later), np.zeros((2, bins))
+    for volume, turns in ((queued, stages.queued_turns), (new, stages.turns)):
+        output = turns.speed * stages.grid.lags
+        stays = 1.0 - np.cumsum(turns.ends, axis=1)
+        ended += convolved(volume, turns.ends)
+        ended[TOKENS] += convolved(volume[REQUESTS], turns.ends * output)
+        decoding += convolved(volume, stays).sum(axis=1)
+        decoding[TOKENS] += convolved(volume[REQUESTS], stays * output).sum(axis=0)
+    return Passed(stages.coming + later, later, queued, new, ended, decoding)
+
+
+class _Server:
+    """The prefill instances as one server that works on the queue first and then on what arrives, in order."""
+
+    def __init__(self, stages: Stages, admitted: Floats) -> None:
+        self._stages = stages
+        self._admitted = admitted
+        self._tasks = len(stages.appended)
+        self._old, self._old_work = stages.queued.volume.copy(), stages.queued.work
+        self._new, self._new_work = np.zeros_like(self._old), 0.0
+        whole, self._part = divmod(stages.latency / stages.grid.step, 1.0)
+        self._late = int(whole)
+        self._bin = 0
+        self._left = 0.0
+
+    def begin(self, k: int) -> None:
+        """Bin k begins: the queue is served, and what was to come arrives."""
+        self._bin, self._left = k, self._stages.instances * self._stages.grid.step
+        if self._old_work > 0.0:
+            share = min(self._left / self._old_work, 1.0)
+            self._left -= share * self._old_work
+            self._old_work *= 1.0 - share
         else:
-            admitted[:, :tasks, k] += old
-            old[:] = 0.0
-        new += arrived[:, :, k]
-        new_work += float(stages.coming_work[k]) + float(later[REQUESTS, :, k] @ stages.later_work)
-        share = min(left / new_work, 1.0) if new_work > 0.0 else 1.0
-        served = share * new
-        new -= served
-        new_work *= 1.0 - share
-        if k + late < bins:
-            admitted[:, tasks:, k + late] += (1.0 - part) * served
-        if k + late + 1 < bins:
-            admitted[:, tasks:, k + late + 1] += part * served
-    return Passed(arrived, later, admitted[:, :tasks], admitted[:, tasks:])
+            share = 1.0
+        self._admitted[:, : self._tasks, k] += share * self._old
+        self._old *= 1.0 - share
+        self._new += self._stages.coming[:, :, k]
+        self._new_work += float(self._stages.coming_work[k])
+
+    def owe(self, volume: Floats) -> None:
+        """Requests that are served later."""
+        self._new += volume
+        self._new_work += float(volume[REQUESTS] @ self._stages.later_work)
+
+    def serve(self, volume: Floats) -> Floats:
+        """`volume` arrives in this bin too; returns what of all that waits is admitted to decode within the bin."""
+        self.owe(volume)
+        share = min(self._left / self._new_work, 1.0) if self._new_work > 0.0 else 1.0
+        served = share * self._new
+        self._left -= share * self._new_work
+        self._new_work *= 1.0 - share
+        self._new -= served
+        first = self._bin + self._late
+        for at, part in ((first, 1.0 - self._part), (first + 1, self._part)):
+            if at < self._admitted.shape[-1]:
+                self._admitted[:, self._tasks :, at] += part * served
+        return served * (1.0 - self._part) if not self._late else np.zeros_like(served)
 
 
 def _kernels(stages: Stages) -> tuple[Floats, Floats]:
@@ -137,14 +189,9 @@ def _kernels(stages: Stages) -> tuple[Floats, Floats]:
     for turns in (stages.queued_turns, stages.turns):
         back = convolved(turns.ends, stages.tools)
         output = convolved(turns.ends * (turns.speed * stages.grid.lags), stages.tools)
-        rows.append(
-            (turns.goes_on[:, None] * back, turns.goes_on[:, None] * (output + stages.appended[:, None] * back))
-        )
+        goes_on = turns.goes_on[:, None]
+        rows.append((goes_on * back, goes_on * (output + stages.appended[:, None] * back)))
     back, growth = (np.concatenate(parts) for parts in zip(*rows, strict=True))
-    for kernel in (back, growth):
-        # Nothing comes back within its own bin: those few come one later.
-        kernel[:, 1] += kernel[:, 0]
-        kernel[:, 0] = 0.0
     return back, growth
 
 
@@ -155,13 +202,3 @@ def convolved(volume: Floats, kernel: Floats) -> Floats:
     matrix = np.where(lag >= 0, kernel[:, lag], 0.0)
     through: Floats = np.einsum("tkj,...tj->...tk", matrix, volume)
     return through
-
-
-def decoding(passed: Passed, stages: Stages) -> NDArray[np.float64]:
-    """[2, bin]: what was admitted since and still decodes at the end of each bin, with the tokens that it has."""
-    total = np.zeros((2, stages.grid.bins))
-    for admitted, turns in ((passed.admitted_queued, stages.queued_turns), (passed.admitted_new, stages.turns)):
-        stays = 1.0 - np.cumsum(turns.ends, axis=1)
-        total += convolved(admitted, stays).sum(axis=1)
-        total[TOKENS] += convolved(admitted[REQUESTS], stays * (turns.speed * stages.grid.lags)).sum(axis=0)
-    return total

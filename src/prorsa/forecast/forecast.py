@@ -50,6 +50,8 @@ class Forecast:
     """Standard deviation of what `prefill_tokens` will turn out to be."""
     completed_turns: float = 0.0
     """Turns that end within the horizon."""
+    kv_now: float = 0.0
+    """`decode_kv` with the tokens that have not been reported yet."""
     kv_end: float = 0.0
     """KV-cache footprint of the requests in DECODE at the end of the horizon."""
     kv_peak: float = 0.0

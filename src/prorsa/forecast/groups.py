@@ -17,6 +17,8 @@ from prorsa.forecast.durations import Floats
 
 FORGET = 1 / 4096
 """Weight of the newest value in a variance, and in a mean; a plain mean before the 4096th."""
+DOUBT = 256
+"""Values from which what groups have in common is taken to be half as much as they seem to have."""
 EXACT = 8
 """Turns before this one are a class each; later ones share one up to the next `OCTAVE`-th of an octave."""
 OCTAVE = 4
@@ -31,13 +33,16 @@ class GroupLengths:
 
     Logarithms, less the mean of their class, are e = group + rest. The covariance of e with the mean of those that the group
     had before is the groups' part r of the variance; one with n values of mean m is expected at m * n r / (1 + (n - 1) r).
+    The mean of e is not 0: the class's mean moves while the first values, the short ones, come in.
     """
 
     def __init__(self) -> None:
         self._classes: dict[str, Ema] = {}
         self._groups: dict[str, tuple[int, float]] = {}
         """Number and sum of the group's e."""
-        self._shared, self._all = Ema(FORGET), Ema(FORGET)
+        self._own, self._squares = Ema(FORGET), Ema(FORGET)
+        self._products, self._paired, self._before = Ema(FORGET), Ema(FORGET), Ema(FORGET)
+        """Of a value and the mean of those before it in its group, where there are some."""
 
     def add(self, kind: str, group: str, value: float) -> float:
         """A value of the class `kind`. Returns the factor that stood for the group before."""
@@ -49,9 +54,12 @@ class GroupLengths:
         shift = self._shift(count, total)
         if mean.count:
             own = logarithm - mean.value
-            self._all.add(own * own)
+            self._own.add(own)
+            self._squares.add(own * own)
             if count:
-                self._shared.add(own * total / count)
+                self._products.add(own * total / count)
+                self._paired.add(own)
+                self._before.add(total / count)
             self._groups[group] = (count + 1, total + own)
         mean.add(logarithm)
         return math.exp(shift)
@@ -60,14 +68,20 @@ class GroupLengths:
         """Of each group."""
         nothing = (0, 0.0)
         known = np.array([self._groups.get(group, nothing) for group in groups], dtype=np.float64).reshape(-1, 2)
-        share = self.share
-        factors: Floats = np.exp(known[:, 1] * share / (1.0 + (known[:, 0] - 1.0) * share))
+        count, share = known[:, 0], self.share
+        # Without values there is nothing to shrink.
+        factors: Floats = np.exp((known[:, 1] - count * self._own.value) * share / (1.0 + (count - 1.0) * share))
         return factors
 
     @property
     def share(self) -> float:
         """r, the part of the variance that is between groups, in [0, 0.95]."""
-        return min(max(self._shared.value / self._all.value, 0.0), 0.95) if self._all.value > 0.0 else 0.0
+        variance = self._squares.value - self._own.value**2
+        if variance <= 0.0:
+            return 0.0
+        shared = self._products.value - self._paired.value * self._before.value
+        sure = self._products.count / (self._products.count + DOUBT)
+        return min(max(sure * shared / variance, 0.0), 0.95)
 
     def forget(self, group: str) -> None:
         """None of it is live any more."""
@@ -75,7 +89,7 @@ class GroupLengths:
 
     def _shift(self, count: int, total: float) -> float:
         share = self.share
-        return total * share / (1.0 + (count - 1.0) * share) if count else 0.0
+        return (total - count * self._own.value) * share / (1.0 + (count - 1.0) * share)
 
 
 class _Task:

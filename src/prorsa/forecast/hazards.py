@@ -3,7 +3,10 @@
 Values (seconds or tokens) are counted in logarithmic bins, by class. What still runs counts too, as far as it has got: a
 class of which mostly the short ones have ended is not taken to be short (the product-limit estimate of Kaplan and Meier). In
 each bin a class is shrunk towards the class around it, in proportion to how few of its values get that far, and the widest
-class towards a prior that is free of scale: as likely as not a value doubles.
+class towards a prior that is free of scale: what has got somewhere is expected to get twice as far.
+
+What began longer ago counts less, by the time of its beginning and not of its end: in a window of ends, the long ones are too
+many while the number of operations shrinks, and beside what still runs they count twice.
 
 A key is a tuple; the class of a key lies in the classes of its prefixes, and all lie in that of `()`.
 """
@@ -30,13 +33,15 @@ BINS = 100
 """The last one ends at 2 ** 18: three days, or a quarter of a million tokens."""
 EDGES: Floats = 2.0 ** (LEAST + np.arange(BINS + 1) / OCTAVE)
 EDGES[0] = 0.0
-MEMORY = 4096.0
-"""A class that has so many values forgets half of the weight that they have."""
+HALF_LIFE = 1800.0
+"""Seconds in which what began earlier counts half."""
+HALVINGS = 64
+"""The weights are rewritten after so many half-lives, before they outgrow a float."""
 SHRINK = 8.0
 """Values of the class around it that a class is worth nothing without."""
 PRIOR = 1.0
 """The same for the widest class and the scale-free prior."""
-PRIOR_HAZARD = 1.0 - 2.0 ** (-1.0 / OCTAVE)
+PRIOR_HAZARD = 1.0 - 2.0 ** (-2.0 / OCTAVE)
 
 
 class Hazards:
@@ -47,27 +52,31 @@ class Hazards:
         self._chains: dict[Key, tuple[int, ...]] = {}
         self._ended = array("d")
         """Row by row the weight of the values in each bin, and behind them that of those that never ended."""
-        self._weight = array("d")
+        self._since: float | None = None
+        """What begins then has weight 1."""
 
-    def add(self, key: Key, value: float) -> None:
-        """A value came to its end; infinite where it never will."""
+    def add(self, key: Key, value: float, began: float) -> None:
+        """What began at `began` came to its end with `value`; infinite where it never will."""
         chain = self._chains.get(key)
         if chain is None:
             chain = self._chains[key] = tuple(self._row(key[:length]) for length in range(len(key) + 1))
         cell = BINS if value == math.inf else bin_of(value)
-        ended, weight = self._ended, self._weight
+        ended, weight = self._ended, self._weight(began)
         for row in chain:
-            ended[row * (BINS + 1) + cell] += 1.0
-            weight[row] += 1.0
-            if weight[row] >= MEMORY:
-                self._forget(row)
+            ended[row * (BINS + 1) + cell] += weight
 
-    def curves(self, keys: Sequence[Key], which: Indices, reached: Floats, count: Floats) -> Curves:
-        """The survival curves of `keys`, of which there is one at least and which all have the same length.
+    def weights(self, began: Floats, time: float) -> Floats:
+        """What operations count at `time` that began then."""
+        weights: Floats = 2.0 ** ((began - time) / HALF_LIFE)
+        return weights
 
-        `count[i]` operations of class `keys[which[i]]` still run and have reached `reached[i]`.
+    def curves(self, keys: Sequence[Key], which: Indices, reached: Floats, weight: Floats, time: float) -> Curves:
+        """The survival curves of `keys` at `time`. There is one key at least, and all have the same length.
+
+        Operations of class `keys[which[i]]` that count `weight[i]` still run and have reached `reached[i]`.
         """
         cells = bins_of(reached)
+        scale = 1.0 / self._weight(time)
         hazards: Floats = np.full((1, BINS), PRIOR_HAZARD)
         around = np.zeros(len(keys), dtype=np.intp)
         for length in range(len(keys[0]) + 1):
@@ -76,9 +85,9 @@ class Hazards:
             parents = np.zeros(len(prefixes), dtype=np.intp)
             parents[mine] = around
             size = len(prefixes) * BINS
-            running = np.bincount(mine[which] * BINS + cells, count, size).astype(np.float64).reshape(-1, BINS)
+            running = np.bincount(mine[which] * BINS + cells, weight, size).astype(np.float64).reshape(-1, BINS)
             shrink = SHRINK if length else PRIOR
-            hazards = _shrunk(self._counts(list(prefixes)), running, hazards[parents], shrink)
+            hazards = _shrunk(scale * self._counts(list(prefixes)), running, hazards[parents], shrink)
             around = mine
         return Curves(hazards[around])
 
@@ -94,16 +103,19 @@ class Hazards:
     def _row(self, prefix: Key) -> int:
         row = self._rows.get(prefix)
         if row is None:
-            row = self._rows[prefix] = len(self._weight)
+            row = self._rows[prefix] = len(self._rows)
             self._ended.extend([0.0] * (BINS + 1))
-            self._weight.append(0.0)
         return row
 
-    def _forget(self, row: int) -> None:
-        start = row * (BINS + 1)
-        for cell in range(start, start + BINS + 1):
-            self._ended[cell] /= 2
-        self._weight[row] /= 2
+    def _weight(self, began: float) -> float:
+        if self._since is None:
+            self._since = began
+        halvings = (began - self._since) / HALF_LIFE
+        while halvings > HALVINGS:
+            self._ended = array("d", [value * 2.0**-HALVINGS for value in self._ended])
+            self._since += HALVINGS * HALF_LIFE
+            halvings -= HALVINGS
+        return math.exp2(halvings)
 
 
 class Curves:

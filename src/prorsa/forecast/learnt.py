@@ -1,0 +1,125 @@
+"""What the survival forecaster knows: statistics of every stage, learnt from transitions."""
+
+from __future__ import annotations
+
+import math
+
+from prorsa.forecast.admissions import PrefillTime
+from prorsa.forecast.backoff import Ema, load_bucket
+from prorsa.forecast.contexts import Contexts
+from prorsa.forecast.groups import Endings, GroupLengths
+from prorsa.forecast.hazards import Hazards
+from prorsa.forecast.injection import Injection
+from prorsa.forecast.launches import Launches
+from prorsa.forecast.lengths import PromptLengths
+from prorsa.lifecycle import events as e
+from prorsa.lifecycle.snapshot import Transition
+from prorsa.lifecycle.states import State
+
+
+class DecodeSpeed:
+    """Tokens/s of a decode by instance: the tokens of the last turns over the time that they took."""
+
+    FORGET = 1 / 64
+
+    def __init__(self) -> None:
+        self._sums: dict[str | None, tuple[float, float]] = {}
+
+    def add(self, instance: str, tokens: int, seconds: float) -> None:
+        kept = 1.0 - self.FORGET
+        for key in (instance, None):
+            before = self._sums.get(key, (0.0, 0.0))
+            self._sums[key] = (kept * before[0] + tokens, kept * before[1] + seconds)
+
+    def of(self, instance: str | None = None) -> float:
+        """Of all instances where nothing is known of this one; 0 where no turn has ended."""
+        tokens, seconds = self._sums.get(instance) or self._sums.get(None, (0.0, 0.0))
+        return tokens / seconds if seconds > 0.0 else 0.0
+
+
+class Learnt:
+    """`observe` is O(1)."""
+
+    def __init__(self, injection: Injection | None, prefill_tokens_per_s: float) -> None:
+        self.contexts = Contexts()
+        self.outputs = Hazards()
+        """Tokens of a turn over what is usual in its group, by task and turn."""
+        self.groups = GroupLengths()
+        self.endings = Endings()
+        self.tools = Hazards()
+        """Seconds, by task and tool."""
+        self.starts = Hazards()
+        """Seconds of a sandbox's start, by mode and image; without a mode, of trajectories that have none."""
+        self.lengths = PromptLengths()
+        self.launches = Launches(injection)
+        self.first_new = Ema(1 / 256)
+        """Tokens to compute of a first prompt."""
+        self.speed = DecodeSpeed()
+        self.prefill_time = PrefillTime(prefill_tokens_per_s)
+        """Of tokens to compute."""
+        self.latency = Ema(1 / 64)
+        """Seconds that a prefill takes while nothing waits."""
+        self._joining: dict[str, int] = {}
+        """Tokens to compute of the requests in PREFILL."""
+        self._ready = 0
+        """Requests in READY."""
+
+    def observe(self, transition: Transition) -> None:
+        self.launches.observe(transition)
+        event = transition.event
+        self._ready += (transition.after is State.READY) - (transition.before is State.READY)
+        if isinstance(event, e.PrefillStarted):
+            self._joined(transition)
+        elif isinstance(event, e.DecodeStarted):
+            self._prefilled(transition)
+        elif isinstance(event, e.Ready):
+            self._arrived(transition)
+        elif isinstance(event, e.ToolStarted | e.RewardStarted):
+            self._turn_ended(transition, event.tokens)
+        if transition.before is State.PREFILL:
+            self._joining.pop(event.trajectory, None)
+        if self.contexts.observe(transition):
+            self.groups.forget(transition.group)
+            self.endings.forget(transition.group)
+
+    def _joined(self, transition: Transition) -> None:
+        name = transition.event.trajectory
+        new = self.contexts.uncached(name, transition.group, transition.tokens)
+        self._joining[name] = new
+        if transition.turn == 0 and not self.contexts.cached(name):
+            self.first_new.add(new)
+
+    def _prefilled(self, transition: Transition) -> None:
+        instance, time = transition.instance or "", transition.event.time
+        joined = time - transition.elapsed
+        new = self._joining[transition.event.trajectory]
+        # Only where more waits does the time between two prefills say how long one takes: an engine does several at once.
+        saturated = self._ready > 0
+        self.prefill_time.finished(instance, new, joined, time, float(saturated))
+        if not saturated:
+            self.latency.add(transition.elapsed)
+
+    def _arrived(self, transition: Transition) -> None:
+        began = transition.event.time - transition.elapsed
+        if transition.before is State.TOOL:
+            tool = transition.tool or ""
+            self.tools.add((transition.task, tool), transition.elapsed, began)
+            self.lengths.add_appended(transition.task, tool, transition.tokens - transition.tokens_before)
+            return
+        self.lengths.add_first(transition.task, transition.tokens)
+        self.launches.started(transition)
+        self.starts.add((transition.mode or "", transition.image or ""), transition.elapsed, began)
+
+    def _turn_ended(self, transition: Transition, tokens: int) -> None:
+        name, task, group = transition.event.trajectory, transition.task, transition.group
+        began = transition.event.time - transition.elapsed
+        if transition.before is State.TOOL:
+            # Nobody knew of the answer before that it was the last one.
+            self.tools.add((task, transition.tool or ""), math.inf, began)
+            return
+        output = max(tokens - self.contexts.start(name), 1)
+        usual = self.groups.add(task, group, output)
+        self.outputs.add((task, load_bucket(transition.turn + 1)), output / usual, began)
+        self.endings.add(task, group, transition.turn, transition.after is State.REWARD)
+        made = max(tokens - self.contexts.cached(name), 0)
+        self.speed.add(transition.instance or "", made, transition.elapsed)

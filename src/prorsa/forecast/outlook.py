@@ -1,0 +1,412 @@
+"""One forecast from one snapshot: who comes from where, what the stages make of it, and the work ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prorsa.forecast.backoff import Key, load_buckets
+from prorsa.forecast.cells import Cells
+from prorsa.forecast.durations import Floats
+from prorsa.forecast.flow import REQUESTS, TOKENS, Grid, Queue, Stages, Turns, convolved, pass_through
+from prorsa.forecast.forecast import Forecast
+from prorsa.forecast.hazards import Curves, bins_of
+from prorsa.forecast.launches import elapsed
+from prorsa.forecast.learnt import Learnt
+from prorsa.forecast.work import AHEAD, SLICES, Work
+from prorsa.lifecycle.snapshot import MODES, Snapshot
+from prorsa.lifecycle.states import State
+
+BINS = 32
+"""Bins of the grid in a horizon."""
+LAUNCH_TIMES = 8
+"""The sampler's launches are worked out at so many moments of a horizon."""
+SPEEDS = 8
+"""Classes of decode speed in which it doubles."""
+SEED = 1.0
+"""Tokens to compute where everything before them is cached: the last one that was generated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """The next requests of the trajectories that are in some state now."""
+
+    volume: Floats
+    """[2, task, bin]."""
+    new: Floats
+    """[bin]: tokens that have to be computed."""
+    slices: Floats
+    """[slice]: requests in each of the `SLICES` parts of the time ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """The turns of the trajectories that decode now, and of those that are queued."""
+
+    context: float
+    """Tokens that those in DECODE have, together, those that have not been reported yet included."""
+    kv: float
+    """Their KV-cache footprint."""
+    left: float
+    """Tokens that a turn of those in DECODE has still to make."""
+    output: Floats
+    """[task]: tokens of a turn that is to come."""
+    ends: Floats
+    """[2, task, bin]: turns that end, of those in DECODE."""
+    goes_on: Floats
+    """[2, task, bin]: of these, the ones that a tool follows."""
+    stays: Floats
+    """[2, bin]: what still decodes at the end of each bin."""
+    spread: float
+    """Variance of the tokens that still decode at the end of the horizon."""
+    queued: Turns
+    later: Turns
+
+
+class Outlook:
+    def __init__(
+        self,
+        learnt: Learnt,
+        snapshot: Snapshot,
+        horizon: float,
+        instances: int,
+        kv_footprint: Callable[[Floats], Floats],
+    ) -> None:
+        self._learnt = learnt
+        self._snapshot = snapshot
+        self._horizon = horizon
+        self._instances = instances
+        self._kv_footprint = kv_footprint
+        self._grid = Grid(BINS, horizon / BINS)
+        self._rows = {one: np.flatnonzero(snapshot.state == one) for one in State if one.live}
+        self._queued = np.concatenate((self._rows[State.PREFILL], self._rows[State.READY]))
+        # An empty snapshot has no names.
+        self._tasks = snapshot.names.tasks or ("",)
+        self._groups = snapshot.names.groups or ("",)
+        self._appended = np.array([learnt.lengths.appended_by_any(task) for task in self._tasks])
+        self._fixed, self._slope = learnt.prefill_time.line()
+        self._goes_on = 1.0 - learnt.endings.chances(
+            self._tasks, self._groups, snapshot.task, snapshot.group, snapshot.turn
+        )
+
+    def forecast(self) -> Forecast:
+        tools, tool_kernel, away = self._in_tools()
+        starting, launched = self._starting(), self._launched()
+        decoding = self._decoding()
+        returning = self._returning(decoding, tool_kernel)
+        sources = (launched, starting, tools, returning)
+        queued_new = self._queued_new()
+        stages = self._stages(sources, queued_new, decoding, tool_kernel)
+        passed = pass_through(stages)
+        tokens = self._snapshot.tokens
+        ready, inflight = (float(tokens[self._rows[state]].sum()) for state in (State.READY, State.PREFILL))
+        parts = [float(source.volume[TOKENS].sum()) for source in sources]
+        parts[3] += float(passed.later[TOKENS].sum())
+        admitted = [volume.sum(axis=(1, 2)) for volume in (passed.admitted_queued, passed.admitted_new)]
+        kv = self._kv(decoding.stays + passed.decoding)
+        later_new = passed.later[REQUESTS].sum(axis=1) @ (self._appended + SEED)
+        squares = self._mean_square()
+        return Forecast(
+            time=self._snapshot.time,
+            horizon=self._horizon,
+            sampler=parts[0],
+            startup=parts[1],
+            ready=ready,
+            tool=parts[2],
+            inflight=inflight,
+            bias=1.0,
+            prefill_tokens=ready + inflight + sum(parts),
+            admitted_tokens=float(admitted[0][TOKENS] + admitted[1][TOKENS]),
+            admitted_kv=sum(self._footprint(*volume.tolist()) for volume in admitted),
+            decode_kv=float(self._kv_footprint(tokens[self._rows[State.DECODE]].astype(np.float64)).sum()),
+            from_decode=parts[3],
+            admitted_backlog=float(admitted[0][TOKENS]),
+            uncached_tokens=queued_new + sum(float(source.new.sum()) for source in sources) + float(later_new),
+            prefill_sd=float(np.sqrt(squares * sum(parts))),
+            completed_turns=float(decoding.ends[REQUESTS].sum() + passed.ended[REQUESTS].sum()),
+            kv_now=decoding.kv,
+            kv_end=float(kv[-1]),
+            kv_peak=max(decoding.kv, float(kv.max())),
+            kv_sd=float(np.sqrt(decoding.spread + squares * passed.decoding[TOKENS, -1])),
+            work=self._work(sources, queued_new, decoding, away),
+        )
+
+    def _stages(self, sources: Sequence[Coming], queued_new: float, decoding: Decoding, tools: Floats) -> Stages:
+        coming = np.sum([source.volume for source in sources], axis=0)
+        new = np.sum([source.new for source in sources], axis=0)
+        rows = self._queued
+        work = self._fixed * len(rows) + self._slope * queued_new
+        return Stages(
+            grid=self._grid,
+            coming=coming,
+            coming_work=self._fixed * coming[REQUESTS].sum(axis=0) + self._slope * new,
+            queued=Queue(np.array([self._by_task(rows), self._by_task(rows, self._snapshot.tokens[rows])]), work),
+            queued_turns=decoding.queued,
+            turns=decoding.later,
+            tools=tools,
+            appended=self._appended,
+            later_work=self._fixed + self._slope * (self._appended + SEED),
+            instances=float(self._instances),
+            latency=self._learnt.latency.value,
+        )
+
+    # Trajectories that neither queue nor decode.
+
+    def _in_tools(self) -> tuple[Coming, Floats, tuple[Floats, Floats]]:
+        """(those in TOOL, the kernel of a tool that is called later, its chance and time to return within the time ahead)."""
+        rows, snapshot, learnt = self._rows[State.TOOL], self._snapshot, self._learnt
+        names = snapshot.names.tools
+        seconds = elapsed(snapshot, rows)
+        cells = Cells([snapshot.task[rows], snapshot.tool[rows], bins_of(seconds)])
+        reached = cells.means(seconds)
+        weight = cells.sums(learnt.tools.weights(snapshot.since[rows], snapshot.time))
+        any_tool = learnt.tools.curves(self._task_keys(), cells.columns[0], reached, weight, snapshot.time)
+        every = np.arange(len(self._tasks))
+        kernel = any_tool.kernel(every, np.zeros(len(every)), np.full(len(every), self._grid.step), BINS)
+        away = any_tool.within(every, AHEAD * self._horizon)
+        if not len(rows):
+            return self._nobody(), kernel, away
+        keys, which = _classes(cells, lambda task, tool: (self._tasks[task], names[tool]))
+        curves = learnt.tools.curves(keys, which, reached, weight, snapshot.time)
+        results = [learnt.lengths.appended(self._tasks[task], names[tool]) for task, tool in cells.pairs()]
+        appended = np.array([0.0 if result is None else result.value for result in results])
+        count, context = cells.sums(), snapshot.tokens[rows].astype(np.float64)
+        lost = snapshot.since[rows] <= learnt.contexts.lost_at
+        new = cells.sums(np.where(lost, context, SEED)) + count * appended
+        volume = np.array([count, cells.sums(context) + count * appended])
+        return self._coming(cells.columns[0], curves, which, reached, volume, new), kernel, away
+
+    def _starting(self) -> Coming:
+        rows = np.concatenate((self._rows[State.SAMPLED], self._rows[State.SANDBOX_STARTING]))
+        snapshot, learnt = self._snapshot, self._learnt
+        if not len(rows):
+            return self._nobody()
+        images = snapshot.names.images
+        seconds = elapsed(snapshot, rows)
+        cells = Cells([snapshot.mode[rows], snapshot.image[rows], bins_of(seconds), snapshot.task[rows]])
+        reached = cells.means(seconds)
+        keys, which = _classes(
+            cells, lambda mode, image: (MODES[mode] if mode >= 0 else "", images[image] if image >= 0 else "")
+        )
+        weight = cells.sums(learnt.starts.weights(snapshot.since[rows], snapshot.time))
+        curves = learnt.starts.curves(keys, which, reached, weight, snapshot.time)
+        known = snapshot.tokens[rows].astype(np.float64)
+        expected = np.array([learnt.lengths.first(task) for task in self._tasks])
+        prompts = np.where(known > 0, known, expected[snapshot.task[rows]])
+        group = snapshot.group[rows]
+        cached = np.array([learnt.contexts.has_prompt(name) for name in self._groups])[group]
+        # Of a group whose prompt nobody has computed yet, one member does.
+        new = np.where(cached, SEED, prompts / np.bincount(group)[group])
+        volume = np.array([cells.sums(), cells.sums(prompts)])
+        return self._coming(cells.columns[3], curves, which, reached, volume, cells.sums(new))
+
+    def _launched(self) -> Coming:
+        launches = self._learnt.launches
+        if launches.injection is None:
+            return self._nobody()
+        ahead = AHEAD * self._horizon
+        near = np.linspace(0.0, self._horizon, LAUNCH_TIMES, endpoint=False)
+        times = np.concatenate((near, np.arange(SLICES // AHEAD, SLICES + 1.0) * ahead / SLICES))[1:]
+        total = launches.within(self._snapshot, self._rows[State.REWARD], times)
+
+        def added(edges: Floats) -> Floats:
+            arrive = np.maximum(edges - launches.dispatch_delay, 0.0)
+            steps: Floats = np.diff(np.interp(arrive, np.append(0.0, times), np.append(0.0, total)))
+            return steps
+
+        requests = added(np.arange(BINS + 1.0) * self._grid.step)
+        volume = np.zeros((2, len(self._tasks), BINS))
+        # Of which task is not known: the most frequent one stands for all.
+        task = int(np.argmax(self._by_task(np.arange(len(self._snapshot)))))
+        volume[:, task] = requests, requests * self._learnt.lengths.first()
+        return Coming(volume, requests * self._learnt.first_new.value, added(np.arange(SLICES + 1.0) * ahead / SLICES))
+
+    def _coming(
+        self,
+        task: NDArray[np.intp],
+        curves: Curves,
+        which: NDArray[np.intp],
+        reached: Floats,
+        volume: Floats,
+        new: Floats,
+    ) -> Coming:
+        """Of cells with `volume` [2, cell], which go on as `curves` say."""
+        whole = np.ones(len(task))
+        ends = curves.ends(which, reached, self._grid.step * whole, BINS)
+        slices = curves.ends(which, reached, AHEAD * self._horizon / SLICES * whole, SLICES)
+        return Coming(self._through(task, volume, ends), new @ ends, volume[REQUESTS] @ slices)
+
+    def _nobody(self) -> Coming:
+        return Coming(np.zeros((2, len(self._tasks), BINS)), np.zeros(BINS), np.zeros(SLICES))
+
+    # Trajectories that decode, or will when their prefill is over.
+
+    def _decoding(self) -> Decoding:
+        snapshot, learnt, grid = self._snapshot, self._learnt, self._grid
+        decode = self._rows[State.DECODE]
+        rows = np.concatenate((decode, self._queued))
+        context, speeds, mean_speed = self._contexts(decode, rows)
+        usual = learnt.groups.factors(self._groups)
+        factors = usual[snapshot.group[rows]]
+        starts = learnt.contexts.starts([snapshot.ids[row] for row in rows.tolist()])
+        made, pace = np.maximum(context - starts, 0.0) / factors, speeds / factors
+        waits = (np.arange(len(rows)) >= len(decode)).astype(np.int64)
+        buckets = load_buckets(snapshot.turn[rows] + 1)
+        paces = np.rint(SPEEDS * np.log2(np.maximum(pace, 2.0**-10))).astype(np.int64)
+        cells = Cells([snapshot.task[rows], buckets, bins_of(made), paces, waits])
+        reached, step = cells.means(made), cells.means(pace) * grid.step
+        weight = cells.sums(learnt.outputs.weights(snapshot.since[rows], snapshot.time))
+        fresh = learnt.outputs.curves(self._task_keys(), cells.columns[0], reached, weight, snapshot.time)
+        every, none = np.arange(len(self._tasks)), np.zeros(len(self._tasks))
+        everybody = np.arange(len(snapshot))
+        lengths = self._mean_by_task(everybody, usual[snapshot.group])
+        kernel = fresh.kernel(every, none, mean_speed * grid.step / np.maximum(lengths, _TINY), BINS)
+        later = Turns(kernel, self._mean_by_task(everybody, self._goes_on), mean_speed)
+        output = fresh.left(every, none) * lengths
+        shape = (2, len(self._tasks), BINS)
+        if not len(rows):
+            return Decoding(
+                0.0, 0.0, 0.0, output, np.zeros(shape), np.zeros(shape), np.zeros((2, BINS)), 0.0, later, later
+            )
+        keys, which = _classes(cells, lambda task, bucket: (self._tasks[task], bucket))
+        curves = learnt.outputs.curves(keys, which, reached, weight, snapshot.time)
+        now, wait = np.flatnonzero(cells.columns[4] == 0), np.flatnonzero(cells.columns[4] == 1)
+        ends = curves.ends(which[now], reached[now], step[now], BINS)
+        task = cells.columns[0][now]
+        flows = []
+        for share in (np.ones(len(rows)), self._goes_on[rows]):
+            weights = np.array([cells.sums(value)[now] for value in (share, share * context, share * speeds)])
+            through = self._through(task, weights, ends)
+            through[TOKENS] += through[2] * grid.middles
+            flows.append(through[:2])
+        after = 1.0 - np.cumsum(ends, axis=1)
+        count = cells.sums()
+        stays = np.array([count[now] @ after, cells.sums(context)[now] @ after])
+        stays[TOKENS] += (cells.sums(speeds)[now] @ after) * grid.middles
+        left = curves.left(which, reached) * cells.means(factors)
+        waiting = curves.kernel(which[wait], reached[wait], step[wait], BINS)
+        numbers = np.maximum(self._by_task(self._queued), 1.0)[:, None]
+        return Decoding(
+            context=float(context[: len(decode)].sum()),
+            kv=float(self._kv_footprint(context[: len(decode)]).sum()),
+            left=float(count[now] @ left[now]) / max(len(decode), 1),
+            output=output,
+            ends=flows[0],
+            goes_on=flows[1],
+            stays=stays,
+            spread=float(cells.sums(context**2)[now] @ (after[:, -1] * (1.0 - after[:, -1]))),
+            queued=Turns(
+                self._through(cells.columns[0][wait], count[None, wait], waiting)[0] / numbers,
+                self._mean_by_task(self._queued, self._goes_on[self._queued]),
+                mean_speed,
+            ),
+            later=later,
+        )
+
+    def _contexts(self, decode: NDArray[np.intp], rows: NDArray[np.intp]) -> tuple[Floats, Floats, float]:
+        """(tokens of context, decode speed) of each row, those of `decode` first, and the mean speed."""
+        snapshot, learnt = self._snapshot, self._learnt
+        names = snapshot.names.instances or ("",)
+        speeds = np.array([learnt.speed.of(name) for name in names])[snapshot.instance[decode]]
+        mean_speed = float(speeds.mean()) if len(decode) else learnt.speed.of()
+        context = snapshot.tokens[rows].astype(np.float64)
+        began = np.array([learnt.contexts.cached(snapshot.ids[row]) for row in decode.tolist()])
+        # Tokens may be reported late; what has been made since follows from the speed.
+        context[: len(decode)] = np.maximum(context[: len(decode)], began + speeds * elapsed(snapshot, decode))
+        return context, np.concatenate((speeds, np.full(len(rows) - len(decode), mean_speed))), mean_speed
+
+    def _returning(self, decoding: Decoding, tools: Floats) -> Coming:
+        """The next requests of those that decode now."""
+        ending = decoding.goes_on.copy()
+        ending[TOKENS] += self._appended[:, None] * ending[REQUESTS]
+        volume = convolved(ending, tools)
+        return Coming(volume, (self._appended + SEED) @ volume[REQUESTS], np.zeros(SLICES))
+
+    def _queued_new(self) -> float:
+        """Tokens to compute of what is queued."""
+        snapshot, uncached, rows = self._snapshot, self._learnt.contexts.uncached, self._queued
+        columns = (rows.tolist(), snapshot.group[rows].tolist(), snapshot.tokens[rows].tolist())
+        return float(
+            sum(
+                uncached(snapshot.ids[row], self._groups[group], tokens)
+                for row, group, tokens in zip(*columns, strict=True)
+            )
+        )
+
+    # What comes of it.
+
+    def _kv(self, decoding: Floats) -> Floats:
+        """KV-cache footprint of [2, bin]."""
+        return np.array([self._footprint(*point) for point in decoding.T.tolist()])
+
+    def _footprint(self, requests: float, tokens: float) -> float:
+        if requests <= 0.0:
+            return 0.0
+        return requests * float(self._kv_footprint(np.array([tokens / requests]))[0])
+
+    def _mean_square(self) -> float:
+        """Of a token, the length of the context that it is in: the variance of a random number of them, over its mean."""
+        tokens = self._snapshot.tokens.astype(np.float64)
+        return float(tokens @ tokens / max(tokens.sum(), 1.0))
+
+    def _work(
+        self, sources: Sequence[Coming], queued_new: float, decoding: Decoding, away: tuple[Floats, Floats]
+    ) -> Work:
+        queued, number = len(self._queued), len(self._rows[State.DECODE])
+        queued_tokens = float(self._snapshot.tokens[self._queued].sum())
+        requests, tokens = np.sum([source.volume.sum(axis=(1, 2)) for source in sources], axis=0).tolist()
+        new = float(sum(source.new.sum() for source in sources)) / requests if requests > 0.0 else 0.0
+        mix = self._by_task(np.arange(len(self._snapshot))) / max(len(self._snapshot), 1)
+        chance, seconds = away
+        again = mix * decoding.later.goes_on * chance
+        speed = decoding.later.speed
+        return Work(
+            queued=queued,
+            queued_new=queued_new / max(queued, 1),
+            queued_prefix=(queued_tokens - queued_new) / max(queued, 1),
+            decoding=number,
+            decoding_left=decoding.left,
+            decoding_context=decoding.context / max(number, 1),
+            returns=tuple(np.sum([source.slices for source in sources], axis=0).tolist()),
+            ahead=AHEAD * self._horizon,
+            turn_new=new,
+            turn_prefix=max(tokens / requests - new, 0.0) if requests > 0.0 else 0.0,
+            turn_output=float(mix @ decoding.output),
+            again=float(again.sum()),
+            away=float(again @ seconds / again.sum()) if again.sum() > 0.0 else 0.0,
+            token_s=1.0 / speed if speed > 0.0 else 0.0,
+            prefill_s=self._fixed + self._slope * new if self._learnt.latency.count else 0.0,
+        )
+
+    # Helpers.
+
+    def _task_keys(self) -> list[Key]:
+        return [(task,) for task in self._tasks]
+
+    def _by_task(self, rows: NDArray[np.intp], values: NDArray[np.number] | None = None) -> Floats:
+        """[task]: the sum of the rows' values, or their number."""
+        sums: Floats = np.bincount(self._snapshot.task[rows], values, len(self._tasks)).astype(np.float64)
+        return sums
+
+    def _mean_by_task(self, rows: NDArray[np.intp], values: Floats) -> Floats:
+        means: Floats = self._by_task(rows, values) / np.maximum(self._by_task(rows), 1.0)
+        return means
+
+    def _through(self, task: NDArray[np.intp], weights: Floats, ends: Floats) -> Floats:
+        """[weight, task, bin]: the weighted sum of the rows of `ends` that belong to each task."""
+        matrix = np.zeros((len(weights), len(self._tasks), len(task)))
+        matrix[:, task, np.arange(len(task))] = weights
+        through: Floats = matrix @ ends
+        return through
+
+
+_TINY = 1e-9
+
+
+def _classes(cells: Cells, key: Callable[[int, int], Key]) -> tuple[list[Key], NDArray[np.intp]]:
+    """(the classes that the first two columns of the cells name, which of them each cell is of)."""
+    classes = Cells(cells.columns[:2])
+    return [key(*pair) for pair in classes.pairs()], classes.cell
