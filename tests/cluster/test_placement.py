@@ -26,7 +26,7 @@ def filled(*contexts: Sequence[int], capacity: int = 1000) -> tuple[list[Instanc
 
 
 def moved(instances: list[Instance], residents: list[Resident], most: int) -> list[tuple[str, str]]:
-    return [(rid, target.name) for rid, target in choose_moves(instances, residents, most)]
+    return [(rid, target.name) for rid, target in choose_moves(instances, instances, residents, most)]
 
 
 def test_the_shortest_contexts_move_until_either_the_batches_or_the_kv_are_even() -> None:
@@ -48,13 +48,21 @@ def test_no_more_move_than_are_asked_for_and_to_the_emptiest_first() -> None:
     assert moved([], [], 3) == []
 
 
+def test_decodes_leave_instances_to_which_none_can_move() -> None:
+    instances, residents = filled([10] * 8, [10] * 8, [])
+    moves = choose_moves(instances, instances[1:2], residents, 3)
+    assert moves == []
+    moves = choose_moves(instances, instances[2:], residents, 3)
+    assert {target.name for _, target in moves} == {"i2"}
+
+
 @given(st.lists(CONTEXTS, min_size=1, max_size=5), st.integers(1, 8))
 def test_moves_even_out_and_end(contexts: list[list[int]], most: int) -> None:
     instances, residents = filled(*contexts, capacity=5000)
     there = {resident.rid: resident for resident in residents}
     fullest, emptiest = (of(i.kv_tokens for i in instances) for of in (max, min))
     for _ in range(len(residents) + 1):
-        moves = choose_moves(instances, there.values(), most)
+        moves = choose_moves(instances, instances, there.values(), most)
         assert len(moves) <= most
         if not moves:
             break

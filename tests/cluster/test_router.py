@@ -162,6 +162,26 @@ async def test_decodes_stay_where_nobody_wants_them_evened_out() -> None:
 
 
 @in_virtual_time
+async def test_decodes_leave_instances_that_nobody_prefills_for_and_move_to_none_of_them() -> None:
+    cluster = Cluster("PDDM", Limits(prefill_slots=10))
+    prefill, fuller, emptier, mixed = cluster.fleet
+    for instance in (emptier, mixed):
+        cluster.fleet.move(instance, InstanceState.FLIPPING)
+    turns = [asyncio.create_task(cluster.generate(ask(f"t{i}", 90, prompt=(11 * i,)))) for i in range(8)]
+    await until(lambda: fuller.decodes == 8)
+    cluster.fleet.move(prefill, InstanceState.FLIPPING)
+    for instance in (emptier, mixed):
+        cluster.fleet.move(instance, InstanceState.ROUTED)
+    cluster.router.even_out(True)
+    results = await asyncio.gather(*turns)
+    for index, result in enumerate(results):
+        check_equals_reference(ask(f"t{index}", 90, prompt=(11 * index,)), result)
+    places = {decode for turn in cluster.turns for _, decode in turn.instances}
+    assert places == {fuller.name, mixed.name}
+    cluster.check_nothing_left()
+
+
+@in_virtual_time
 async def test_a_turn_that_moves_goes_elsewhere_when_its_place_is_gone() -> None:
     cluster = Cluster("PDD", Limits(prefill_slots=1))
     turns = await on_one_instance(cluster, 8)

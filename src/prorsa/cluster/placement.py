@@ -96,8 +96,11 @@ class Resident:
     """KV-cache tokens that its instance has set aside for it."""
 
 
-def choose_moves(instances: Sequence[Instance], residents: Iterable[Resident], most: int) -> list[tuple[str, Instance]]:
-    """Which decodes leave fuller instances, and for which emptier ones: `most` at a time, the shortest contexts first.
+def choose_moves(
+    instances: Sequence[Instance], targets: Sequence[Instance], residents: Iterable[Resident], most: int
+) -> list[tuple[str, Instance]]:
+    """Which decodes leave fuller `instances`, and for which emptier `targets` (some of them): `most` at a time, the shortest
+    contexts first.
 
     A move leaves the instance that it is from fuller than the one that it goes to, both by the share of its KV cache and by
     its batch. So it evens out, and none is ever the reason for another one.
@@ -112,14 +115,14 @@ def choose_moves(instances: Sequence[Instance], residents: Iterable[Resident], m
         after = (kv[source.name] - tokens) / source.capacity, (kv[target.name] + tokens) / target.capacity
         return after[0] >= UNEVEN * after[1] and batch[source.name] - 1 >= UNEVEN * (batch[target.name] + 1)
 
-    emptiest = min(instances, key=share, default=None)
+    emptiest = min(targets, key=share, default=None)
     if emptiest is None or not any(evens(instance, emptiest, 0) for instance in instances):
         return []
     moves: list[tuple[str, Instance]] = []
     for resident in sorted(residents, key=lambda resident: resident.context):
         if len(moves) == most:
             break
-        emptiest = min(instances, key=share)
+        emptiest = min(targets, key=share)
         if evens(resident.instance, emptiest, resident.reserved):
             for instance, sign in ((resident.instance, -1), (emptiest, 1)):
                 kv[instance.name] += sign * resident.reserved

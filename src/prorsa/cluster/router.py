@@ -207,12 +207,14 @@ class Router:
         if not free:
             return
         decoding = [*pool(Role.DECODE), *pool(Role.MIXED)]
+        # A decode instance that nobody prefills for can be left, but not reached.
+        targets = decoding if pool(Role.PREFILL) else pool(Role.MIXED)
         residents = (
             Resident(rid, a.decode, len(a.request.input_ids) + len(a.tokens), a.decode.reserved(rid))
             for rid, a in self._live.items()
             if a.started and a.verdict is None and a.decode.state is InstanceState.ROUTED
         )
-        for rid, target in choose_moves(decoding, residents, free):
+        for rid, target in choose_moves(decoding, targets, residents, free):
             attempt = self._live[rid]
             attempt.turn.moves_to = target
             self._moving.append(attempt.turn)
@@ -228,6 +230,8 @@ class Router:
             role: [i for i in pool(role) if i.has_decode_slot(decode_slots, need, now)]
             for role in (Role.DECODE, Role.MIXED)
         }
+        if not pool(Role.PREFILL):
+            decoding[Role.DECODE] = []
         if turn.moves_to is not None and any(turn.moves_to in instances for instances in decoding.values()):
             decoding = {role: [i for i in instances if i is turn.moves_to] for role, instances in decoding.items()}
         both = [i for i in decoding[Role.MIXED] if i.has_prefill_slot(slots, now)]
