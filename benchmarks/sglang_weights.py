@@ -141,7 +141,11 @@ async def main(parsed: argparse.Namespace, disk: Path, memory: Path) -> None:
         head_dim=64,
     )
     roles = {"a": P, "b": D, "c": D}
-    async with launching(disk / "log", flags(model, kv_tokens=2048)) as launcher, aiohttp.ClientSession() as session:
+    async with (
+        launching(disk / "log", flags(model, kv_tokens=2048)) as launcher,
+        # Kept alive, a connection may end just when it is used again.
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
+    ):
         engines = await asyncio.gather(*(launcher.start(*instance) for instance in roles.items()))
         trainer = Trainer(model, engines, session)
         await trainer.join()

@@ -110,11 +110,12 @@ class SGLangLauncher:
 
     async def stop(self, name: str) -> None:
         """End an engine; harmless when it is dead already. KeyError when there was none of that name."""
-        child = self._engines.pop(name)
-        if child.engine is None:
-            return
-        await child.engine.close()
-        await (await self._running_keeper()).stop(name)
+        child = self._engines[name]
+        if child.engine is not None:
+            await child.engine.close()
+            await (await self._running_keeper()).stop(name)
+        # Until now it had its GPUs.
+        self._engines.pop(name, None)
 
     async def restart(self, name: str, role: Role) -> SGLangEngine:
         """A new process under the old name, whether the old one lives, is dead or never started. It has the weights that
@@ -360,10 +361,14 @@ def _environment(device: str) -> dict[str, str]:
 
 
 def _devices(gpus: Sequence[int]) -> str:
-    """Their names, as far as we see them ourselves."""
+    """Their names among those that we see ourselves. Raises `EngineError`."""
     ours = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = ours.split(",") if ours else None
-    return ",".join(names[gpu] if names else str(gpu) for gpu in gpus)
+    if not ours:
+        return ",".join(map(str, gpus))
+    names = ours.split(",")
+    if max(gpus) >= len(names):
+        raise EngineError(f"CUDA_VISIBLE_DEVICES={ours} is {len(names)} GPUs, too few for all engines")
+    return ",".join(names[gpu] for gpu in gpus)
 
 
 async def _serves(engine: SGLangEngine) -> bool:
