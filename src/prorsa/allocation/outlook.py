@@ -30,9 +30,11 @@ Floats = NDArray[np.float64]
 
 STEPS = 60
 """Of the flow; stages that are shorter are smoothed, not lost."""
-FILLED = 0.85
+FILLED = 0.9
 """Of the speed at which all ranks prefill full chunks, what instances reach whose ranks have queues of their own."""
-VARIED = 2.0
+FLIP_COST = 0.1
+"""What a flip costs beside its dead time, as a part of that: the caches that it empties."""
+VARIED = 1.5
 """(1 + cv^2) / 2 of the prompt tokens that a request adds: agents' tool results have a cv of 1.7 or so."""
 BATCHES = np.concatenate(([0.0], np.geomspace(1.0, 4096.0, 37)))
 """Decodes of an instance at which the costs are asked; between them they are interpolated."""
@@ -46,6 +48,8 @@ class Bounds:
     """C, of one instance."""
     prefill_every: int = 1
     """Cadence k of mixed instances."""
+    even_out: bool = False
+    """Whether decodes move to instances that have become able to decode, by way of another prefill."""
 
 
 def yields(
@@ -76,7 +80,9 @@ class _Flow:
         self._context = max(context, 1.0)
         self._step_s = np.array([costs.decode_step_s(batch, self._context) for batch in BATCHES])
         self._ranks = costs.ranks
+        self._mean_step_s = np.zeros(len(candidates))
         self._every = max(bounds.prefill_every, 1)
+        self._even_out = bounds.even_out
         self._room = max(bounds.kv_tokens / self._context, 1.0)
         decoding = work.decoding / max(current.decode + current.mixed, 1)
         self._token_s = self._step(np.array([max(decoding, 1.0)]))[0] / max(decoding, 1.0)
@@ -87,10 +93,12 @@ class _Flow:
         staying = np.minimum(self._target, self._current)
         # What instances that leave have in decode is cancelled and waits for a prefill.
         able = self._current[1] + self._current[2]
-        kept = (staying[:, 1] + staying[:, 2]) / able if able else np.zeros(rows)
+        holding = staying[:, 1] + staying[:, 2]
+        kept = holding / able if able else np.zeros(rows)
         queued = np.full(rows, work.queued) + (1 - kept) * work.decoding
         # Of those in decode: the ones that have begun by now, and the ones that begin later, in split and in mixed instances.
-        share = self._target[:, 2] / np.maximum(self._target[:, 1] + self._target[:, 2], 1.0)
+        decoders = np.maximum(self._target[:, 1] + self._target[:, 2], 1.0)
+        share = self._target[:, 2] / decoders
         old = kept * work.decoding
         old_mixed, old_split = share * old, (1 - share) * old
         new_split, new_mixed = np.zeros(rows), np.zeros(rows)
@@ -100,8 +108,13 @@ class _Flow:
         output = max(work.turn_output, 1.0)
         back = 1.0 - np.exp(-dt / max(work.away, 1e-3))
         slices = len(work.returns)
+        flips = min(ceil(self._flip_s / dt), STEPS)
         for step in range(STEPS):
-            working = staying if step * dt < self._flip_s else self._target
+            working = staying if step < flips else self._target
+            if step == flips and self._even_out:
+                queued += (1.0 - np.minimum(holding / decoders, 1.0)) * (old_split + old_mixed)
+                old_split *= np.minimum(holding / decoders, 1.0)
+                old_mixed *= np.minimum(holding / decoders, 1.0)
             prefill, decode, mixed = working.T
             returning = back * away
             away -= returning
@@ -121,17 +134,21 @@ class _Flow:
             # Decode: tokens in this step of the flow, of each request that decodes.
             tokens_split = np.where(decode > 0, dt / self._step(split / np.maximum(decode, 1.0)), 0.0)
             tokens_mixed = self._tokens(both, mixed, to_mixed)
+            # Those that were there before others could decode are as many on each instance as they were.
+            crowded = dt / self._step((old_split + old_mixed) / np.maximum(holding, 1.0))
+            tokens_old_split, tokens_old_mixed = np.minimum(tokens_split, crowded), np.minimum(tokens_mixed, crowded)
             ended_split, ended_mixed = (1.0 - np.exp(-tokens / output) for tokens in (tokens_split, tokens_mixed))
-            over_split, over_mixed = (1.0 - np.exp(-tokens / left) for tokens in (tokens_split, tokens_mixed))
+            over_split, over_mixed = (1.0 - np.exp(-tokens / left) for tokens in (tokens_old_split, tokens_old_mixed))
             ended = ended_split * new_split + ended_mixed * new_mixed + over_split * old_split + over_mixed * old_mixed
-            decoded = tokens_split * split + tokens_mixed * both
+            decoded = tokens_split * new_split + tokens_mixed * new_mixed
+            decoded += tokens_old_split * old_split + tokens_old_mixed * old_mixed
             old_split -= over_split * old_split
             old_mixed -= over_mixed * old_mixed
             new_split += to_split - ended_split * new_split
             new_mixed += to_mixed - ended_mixed * new_mixed
             away += work.again * ended
             useful += started * self._prefill_s + decoded * self._token_s
-        return useful
+        return useful - FLIP_COST * self._flip_s * (self._current - staying).sum(axis=1)
 
     def _step(self, decodes: Floats) -> Floats:
         """Seconds of a step of an instance with so many decodes."""
@@ -153,7 +170,7 @@ class _Flow:
         """Prefills a second of a mixed instance: each rank a full chunk whenever a step may prefill."""
         decode_s = self._step(decodes / np.maximum(mixed, 1.0))
         cycle = (self._every - 1) * decode_s * (decodes > 0) + np.maximum(self._long_s[1], decode_s)
-        fastest: Floats = self._ranks * self._chunk / (self._new * cycle)
+        fastest: Floats = FILLED * self._ranks * self._chunk / (self._new * cycle)
         return fastest
 
     def _tokens(self, decodes: Floats, mixed: Floats, prefills: Floats) -> Floats:
@@ -161,22 +178,25 @@ class _Flow:
         engines = np.maximum(mixed, 1.0)
         decode_s = self._step(decodes / engines)
         rate = prefills / (engines * self._dt * self._ranks)
-        mean = decode_s
-        # The length of a step and what waits when one may prefill depend on each other.
-        for _ in range(4):
+        # The length of a step and what waits when one may prefill depend on each other; from one step of the flow to the
+        # next they change little.
+        mean = np.maximum(self._mean_step_s, decode_s)
+        for _ in range(3):
             waiting = rate * mean * self._every
-            chance = -np.expm1(-waiting * max(1.0, self._new / self._chunk))
+            full = waiting * self._new / self._chunk
+            chance = np.minimum(np.maximum(-np.expm1(-np.maximum(waiting, full)), full), 1.0)
             tokens = np.divide(waiting * self._new, chance, out=np.full(len(chance), self._least), where=chance > 0)
             long_s = np.maximum(np.interp(tokens, (self._least, self._chunk), self._long_s), decode_s)
             share = (1.0 - (1.0 - chance) ** self._ranks) / self._every
             mean = decode_s + share * (long_s - decode_s)
+        self._mean_step_s = mean
         lost = chance / self._every
         return np.where(mixed > 0, self._dt / mean * (1.0 - lost), 0.0)
 
 
 def _mean(work: Work) -> tuple[float, float]:
-    """(new, prefix) tokens of a request, over those that wait and those that come."""
-    coming = sum(work.returns)
+    """(new, prefix) tokens of a request, over those that wait and those that come; each of those that decode comes again."""
+    coming = sum(work.returns) + work.decoding
     total = work.queued + coming
     if not total:
         return max(work.turn_new, 1.0), work.turn_prefix

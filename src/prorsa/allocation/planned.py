@@ -29,16 +29,19 @@ class Planned(Policy):
     """Whether it decides at other moments than those of the grid."""
 
     def decide(self, situation: Situation) -> Allocation | None:
-        """Keeps the roles where no trajectory is live, and where there is no choice. Raises ValueError without `Work`."""
+        """Keeps the roles where no trajectory is live, where there is no choice, and until something is known of the turns.
+
+        Raises ValueError without `Work`.
+        """
         current, work = situation.current, situation.work
         if work is None:
             raise ValueError("a plan needs a forecast that says what the work is; use policy.forecast=survival")
         if not situation.live or (situation.moment is not Moment.GRID and not self.at_syncs):
             return current
         candidates = self._candidates(current)
-        if len(candidates) < 2:
+        if len(candidates) < 2 or not work.turn_output:
             return current
-        bounds = Bounds(situation.demand.decode_capacity, self.prefill_every)
+        bounds = Bounds(situation.demand.decode_capacity, self.prefill_every, self.even_out)
         found = yields(work, current, candidates, self.costs, bounds)
         best = int(np.argmax(found))
         return candidates[best] if found[best] > found[candidates.index(current)] * (1.0 + self.gain) else current
@@ -47,8 +50,7 @@ class Planned(Policy):
         return Handling(self.patience, self.even_out)
 
     def _candidates(self, current: Allocation) -> list[Allocation]:
-        """The present roles, and all others that can serve: one of each role, or a mixed one. Instances that decode without
-        any that prefills end what they have."""
+        """The present roles, and all others that give every instance work: where some decode, others prefill."""
         total = current.total
         if not self.mixed:
             # What was launched mixed stays so.
@@ -59,6 +61,6 @@ class Planned(Policy):
                 Allocation(prefill, total - prefill - mixed, mixed)
                 for mixed in range(total + 1)
                 for prefill in range(total - mixed + 1)
-                if mixed or 0 < prefill < total
+                if (prefill > 0) == (prefill + mixed < total)
             ]
         return found if current in found else [*found, current]

@@ -368,13 +368,19 @@ class Outlook:
             queued_new=queued_new / max(queued, 1),
             queued_prefix=(queued_tokens - queued_new) / max(queued, 1),
             decoding=number,
-            decoding_left=decoding.left,
+            decoding_left=_memoryless(
+                speed * self._horizon, float(decoding.stays[REQUESTS, -1]) / max(number, 1), decoding.left
+            ),
             decoding_context=decoding.context / max(number, 1),
             returns=tuple(np.sum([source.slices for source in sources], axis=0).tolist()),
             ahead=AHEAD * self._horizon,
             turn_new=new,
             turn_prefix=max(tokens / requests - new, 0.0) if requests > 0.0 else 0.0,
-            turn_output=float(mix @ decoding.output),
+            turn_output=_memoryless(
+                speed * self._horizon,
+                float(mix @ (1.0 - decoding.later.ends.sum(axis=1))),
+                float(mix @ decoding.output),
+            ),
             again=float(again.sum()),
             away=float(again @ seconds / again.sum()) if again.sum() > 0.0 else 0.0,
             token_s=1.0 / speed if speed > 0.0 else 0.0,
@@ -401,6 +407,11 @@ class Outlook:
         matrix[:, task, np.arange(len(task))] = weights
         through: Floats = matrix @ ends
         return through
+
+
+def _memoryless(made: float, stay: float, mean: float) -> float:
+    """Tokens left of memoryless turns of which the part `stay` has not ended after `made` tokens; `mean` at most."""
+    return min(made / -np.log(stay), mean) if 0.0 < stay < 1.0 else mean
 
 
 _TINY = 1e-9
