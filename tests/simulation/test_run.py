@@ -165,7 +165,7 @@ def test_a_dry_run_prints_a_scenario_that_reads_as_the_same_one(
     assert main(["simulate", name, "rollout.load=2.5", "--dry-run"]) == 0
     (tmp_path / "resolved.yaml").write_text(shown := capsys.readouterr().out)
     assert load_scenario(tmp_path / "resolved.yaml") == load_scenario(scenario_path(name), ["rollout.load=2.5"])
-    assert shown.count("# Of `colocated`: 0 prefills") == 1, "each key is explained once"
+    assert shown.count("# Of mixed instances: 0 prefills") == 1, "each key is explained once"
 
 
 def test_overrides_may_stand_behind_options_and_splits_need_no_quotes(

@@ -12,8 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
 
-from prorsa.allocation import Adaptive, Colocated, Policy, PrefillSpeed, Static
-from prorsa.assembly import build_forecaster, build_injection
+from prorsa.allocation import Policy, PrefillSpeed
+from prorsa.assembly import build_forecaster, build_injection, role_policy
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.instances import InstanceState
 from prorsa.cluster.manager import HealthLimits
@@ -25,6 +25,7 @@ from prorsa.forecast import Forecast, Forecaster, Kalman, Persistence, WindowMet
 from prorsa.forecast.injection import Injection
 from prorsa.lifecycle import Done, Dropped, Snapshot, Transition
 from prorsa.profiles.costs import StepCosts
+from prorsa.profiles.instance import ProfileCosts
 from prorsa.profiles.profile import Profile
 from prorsa.report.comparison import RoleCount
 from prorsa.report.recorder import RunRecorder
@@ -33,8 +34,10 @@ from prorsa.report.volumes import Volume
 from prorsa.rollout.controller import Controller, Plan
 from prorsa.rollout.sampler import Group, Sampler
 from prorsa.simulation import clock
+from prorsa.simulation.clairvoyant import Clairvoyant, View
 from prorsa.simulation.engines.cluster import SimulatedCluster
 from prorsa.simulation.engines.statistics import BIN_S, Statistics
+from prorsa.simulation.foresight import Tables
 from prorsa.simulation.outcome import (
     FlipRecord,
     ForecastWindow,
@@ -42,13 +45,12 @@ from prorsa.simulation.outcome import (
     StepOutcome,
 )
 from prorsa.simulation.scenario import PolicySection, RolloutSection, Scenario
-from prorsa.simulation.workloads.environment import questions, simulated_environment
+from prorsa.simulation.workloads.environment import simulated_environment
+from prorsa.simulation.workloads.launches import Launches
 from prorsa.simulation.workloads.models import build_workload
 from prorsa.simulation.workloads.pseudo_model import PseudoModel
 from prorsa.simulation.workloads.scripts import Workload
 
-QUESTIONS = 4096
-"""Questions of a workload model that has as many as one likes; rollouts go through them in order."""
 PREFILLS_A_RANK = 4
 """Outstanding prefills that the router gives an instance for each of its ranks: enough for the ranks to fill each other's
 steps, and few enough that the backlog stays in the ready queue, where the forecast sees it."""
@@ -88,6 +90,7 @@ class _Setting:
         self.prefill = scenario.prefill_profile()
         self.decode = scenario.decode_profile()
         self.workload = build_workload(scenario.workload, scenario.seed)
+        self.launches = Launches(self.workload, self.group_size, scenario.seed)
         self.roles = _roles(self.policy, self.prefill, self.decode, scenario.hardware.gpus)
 
     @property
@@ -105,15 +108,27 @@ class _Setting:
         in_flight = None if self.rollout.in_flight is None else self.groups(self.rollout.in_flight)
         return Plan(self.groups(self.rollout.groups), injection, self.rollout.max_staleness, in_flight)
 
-    def build_policy(self) -> Policy:
+    def build_policy(self, view: Callable[[], View]) -> Policy:
+        """`view` is of the rollout, once it runs."""
+        if self.policy.name == "clairvoyant":
+            return Clairvoyant(
+                self.launches,
+                Tables(ProfileCosts(self.prefill), self.scenario.workload.max_context, self.policy.prefill_every),
+                view,
+                endless=self.rollout.mode == "async",
+                cached=self.scenario.hardware.kv_store,
+                ranks=len(self.roles) * self.prefill.ranks,
+                report_s=self.scenario.hardware.stream_s,
+                mixed=self.policy.planning.mixed,
+            )
         prefill = sum(role is Role.PREFILL for role in self.roles.values())
-        match self.policy.name:
-            case "colocated":
-                return Colocated()
-            case "static":
-                return Static(prefill, len(self.roles) - prefill)
-            case "adaptive":
-                return Adaptive(self.prefill.gpus, self.decode.gpus, self.scenario.hardware.gpus)
+        return role_policy(
+            self.policy,
+            (prefill, len(self.roles) - prefill),
+            (self.prefill.gpus, self.decode.gpus, self.scenario.hardware.gpus),
+            ProfileCosts(self.prefill),
+            prefill_every=self.policy.prefill_every,
+        )
 
 
 def _roles(policy: PolicySection, prefill: Profile, decode: Profile, gpus: int) -> dict[str, Role]:
@@ -126,10 +141,10 @@ def _roles(policy: PolicySection, prefill: Profile, decode: Profile, gpus: int) 
             )
         return {f"engine-{index}": Role.MIXED for index in range(count)}
     unequal = prefill.gpus != decode.gpus or prefill.name != decode.name
-    if policy.name == "adaptive" and unequal:
+    if policy.name in ("adaptive", "planned", "clairvoyant") and unequal:
         raise ConfigError(
-            f"policy.name=adaptive with hardware.decode_profile={decode.name!r}: an instance of {prefill.gpus} GPUs cannot "
-            f"become one of {decode.gpus} while it runs; use static splits, or one profile for both roles"
+            f"policy.name={policy.name} with hardware.decode_profile={decode.name!r}: an instance of {prefill.gpus} GPUs "
+            f"cannot become one of {decode.gpus} while it runs; use static splits, or one profile for both roles"
         )
     if policy.split is None:
         count = gpus // prefill.gpus
@@ -161,14 +176,16 @@ async def _run(setting: _Setting, progress: Progress | None, record_to: Path | N
     injection = build_injection(setting.rollout)
     scored = _Scored(build_forecaster(setting.policy.forecast, injection, theta))
     # The other policies do not look at the forecast, so the cheapest one is good enough for them.
-    forecaster: Forecaster = scored if setting.policy.name == "adaptive" else Persistence()
+    forecaster: Forecaster = scored if setting.policy.name in ("adaptive", "planned") else Persistence()
     watch = _Watch()
     with ExitStack() as stack:
         recorder = None if record_to is None else stack.enter_context(RunRecorder(record_to))
         control = ControlPlane(
             [cluster.start(name, role) for name, role in setting.roles.items()],
             forecaster=forecaster,
-            policy=setting.build_policy(),
+            policy=setting.build_policy(
+                lambda: View(control.tracker.snapshot(asyncio.get_running_loop().time()), control.version)
+            ),
             speed=PrefillSpeed(theta),
             horizon=setting.policy.horizon,
             restarter=cluster,
@@ -187,9 +204,7 @@ async def _run(setting: _Setting, progress: Progress | None, record_to: Path | N
                 prewarmed=rollout.prewarmed,
                 max_context=scenario.workload.max_context,
             )
-            sampler = Sampler(
-                questions(setting.workload, setting.workload.questions or QUESTIONS), setting.group_size, scenario.seed
-            )
+            sampler = Sampler(setting.launches.questions, setting.group_size, scenario.seed)
             async with Controller(control, environment, sampler, setting.plan(injection)) as controller:
                 trainer = _Trainer(control, rollout)
                 steps = await _steps(controller, trainer, rollout, watch, recorder, progress)

@@ -10,7 +10,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from prorsa.config import Batches, ConfigError, ForecastKind, Positive, Seconds, Section, read_yaml, validated
+from prorsa.config import (
+    Batches,
+    ConfigError,
+    ForecastKind,
+    Positive,
+    RolePolicy,
+    Seconds,
+    Section,
+    read_yaml,
+    validated,
+)
 from prorsa.profiles.profile import NonNegative, Profile, load_profile
 
 
@@ -52,14 +62,12 @@ class HardwareSection(Section):
     """`hash`: every token is a hash of its context, so that lost or repeated tokens would show; slow."""
 
 
-class PolicySection(Section):
-    name: Literal["adaptive", "static", "colocated"] = "adaptive"
-    split: str | None = None
-    """`n_P:n_D`: of `static`, and where `adaptive` starts. The default halves the instances."""
-    horizon: Seconds = 10.0
+class PolicySection(RolePolicy):
+    name: Literal["adaptive", "planned", "static", "colocated", "clairvoyant"] = "adaptive"  # type: ignore[assignment]
+    """Those of a configuration (`prorsa.config.RolePolicy`), and `clairvoyant`, which knows the scripts."""
     forecast: ForecastKind = "paper"
     prefill_every: int = Field(default=0, ge=0)
-    """Of `colocated`: 0 prefills whenever a prompt waits (SGLang's default); k aligns the prefills of all ranks and lets
+    """Of mixed instances: 0 prefills whenever a prompt waits (SGLang's default); k aligns the prefills of all ranks and lets
     one step in k prefill while any rank decodes."""
 
 
