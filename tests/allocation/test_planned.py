@@ -83,8 +83,8 @@ def test_a_mixed_instance_decodes_in_the_steps_between_prompts() -> None:
         NOTHING, queued=1e9, queued_new=1000, turn_output=1e12, decoding=1, decoding_left=1e12, decoding_context=1
     )
     (found,) = yields(work, Allocation(0, 0, 1), [Allocation(0, 0, 1)], FLAT, ROOMY)
-    # FILLED = 0.9 prompts a second take 0.9 s of it; in the rest is a step of 0.1 s, with a token of every decode: 1 at first,
-    # and 0.9 more each second. 27 prompts of 1 / 0.9 s, and 30 + 0.9 * 30^2 / 2 tokens of 0.1 s.
+    # FILLED = 0.9 prompts a second take 0.9 s of it; in the rest is a step of 0.1 s, with a token of every decode: 1 at
+    # first, and 0.9 more each second. 27 prompts of 1 / 0.9 s, and 30 + 0.9 * 30^2 / 2 tokens of 0.1 s.
     assert found == pytest.approx(30.0 + 43.5, rel=0.05)
 
 
@@ -151,11 +151,9 @@ def test_a_backlog_takes_prefill_instances_and_long_decodes_give_them_back() -> 
     assert decide(policy, decodes, Allocation(4, 4)) == Allocation(1, 7)
 
 
-def test_where_prompts_are_rare_and_mixed_is_allowed_no_instance_only_prefills() -> None:
-    decodes = replace(NOTHING, turn_new=10, decoding=4000, decoding_left=10_000, decoding_context=100)
-    found = decide(Planned(Plain(), mixed=True), decodes, Allocation(4, 4))
-    assert found is not None
-    assert (found.prefill, found.total) == (0, 8)
+def test_where_nothing_is_in_service_and_prompts_are_rare_all_become_mixed() -> None:
+    work = replace(NOTHING, queued=64, queued_new=10, turn_new=10, turn_output=1e6)
+    assert decide(Planned(Plain(flip_s=0.0), mixed=True), work, Allocation(4, 4)) == Allocation(0, 0, 8)
 
 
 @pytest.mark.parametrize(
@@ -171,10 +169,9 @@ def test_the_roles_stay_where_there_is_nothing_to_plan(work: Work, live: bool) -
 
 
 def test_a_gain_below_the_bound_flips_nothing() -> None:
-    work = replace(NOTHING, queued=100, queued_new=1000, decoding=100, decoding_left=100, decoding_context=100)
-    eager, found = Planned(Plain(), gain=0.0), decide(Planned(Plain(), gain=10.0), work, Allocation(7, 1))
-    assert found == Allocation(7, 1)
-    assert decide(eager, work, Allocation(7, 1)) != Allocation(7, 1)
+    work = replace(NOTHING, queued=2000, queued_new=1000, turn_output=50)
+    assert decide(Planned(Plain(), gain=10.0), work, Allocation(1, 7)) == Allocation(1, 7)
+    assert decide(Planned(Plain(), gain=0.0), work, Allocation(1, 7)) != Allocation(1, 7)
 
 
 def test_what_was_launched_mixed_stays_so_where_roles_cannot_become_mixed() -> None:

@@ -6,7 +6,8 @@ of arrays. What a role switch costs is in the flow: the instances that change th
 what they had in decode waits to be prefilled again.
 
 A yield is useful work, in instance-seconds: each prefill counts what a busy instance takes for it, each decoded token what it
-takes at the batch of now. In a steady state that is proportional to turns a second, whatever the weights.
+takes at the batch of now; a prefill that has to be done again counts once. In a steady state that is proportional to turns a
+second, whatever the weights.
 
 The ranks of a mixed instance step together. Where each has a prompt chunk in one of its steps with probability rho, a step is
 a long one with probability 1 - (1 - rho)^ranks, and each decode loses its token in the steps in which its own rank prefills
@@ -30,6 +31,8 @@ Floats = NDArray[np.float64]
 
 STEPS = 60
 """Of the flow; stages that are shorter are smoothed, not lost."""
+STAYED, RESUMED, FRESH = range(3)
+"""Decodes that go on where they are, that go on after they were cancelled, and that have yet to begin."""
 FILLED = 0.9
 """Of the speed at which all ranks prefill full chunks, what instances reach whose ranks have queues of their own."""
 FLIP_COST = 0.1
@@ -88,66 +91,65 @@ class _Flow:
         self._token_s = self._step(np.array([max(decoding, 1.0)]))[0] / max(decoding, 1.0)
 
     def run(self) -> Floats:
-        work, dt = self._work, self._dt
+        work, dt, prefill_s = self._work, self._dt, self._prefill_s
         rows = len(self._target)
         staying = np.minimum(self._target, self._current)
-        # What instances that leave have in decode is cancelled and waits for a prefill.
-        able = self._current[1] + self._current[2]
-        holding = staying[:, 1] + staying[:, 2]
-        kept = holding / able if able else np.zeros(rows)
-        queued = np.full(rows, work.queued) + (1 - kept) * work.decoding
-        # Of those in decode: the ones that have begun by now, and the ones that begin later, in split and in mixed instances.
+        able, holding = self._current[1] + self._current[2], staying[:, 1] + staying[:, 2]
         decoders = np.maximum(self._target[:, 1] + self._target[:, 2], 1.0)
-        share = self._target[:, 2] / decoders
-        old = kept * work.decoding
-        old_mixed, old_split = share * old, (1 - share) * old
-        new_split, new_mixed = np.zeros(rows), np.zeros(rows)
+        kept = holding / able if able else np.zeros(rows)
+        decodes = np.zeros((3, 2, rows))
+        decodes[STAYED] = kept * work.decoding * self._target[:, 1:].T / decoders
+        # What instances that leave have in decode is cancelled: it has to be prefilled again before it gets any further.
+        resumed = (1.0 - kept) * work.decoding
+        queued = work.queued + resumed
+        useful = -prefill_s * resumed
         away = np.zeros(rows)
-        useful = np.zeros(rows)
-        left = max(work.decoding_left, 1.0)
-        output = max(work.turn_output, 1.0)
-        back = 1.0 - np.exp(-dt / max(work.away, 1e-3))
+        left, output = max(work.decoding_left, 1.0), max(work.turn_output, 1.0)
+        length = np.array([left, left, output])[:, None, None]
+        back = -np.expm1(-dt / max(work.away, 1e-3))
         slices = len(work.returns)
         flips = min(ceil(self._flip_s / dt), STEPS)
         for step in range(STEPS):
-            working = staying if step < flips else self._target
+            working = staying.T if step < flips else self._target.T
+            prefill, decode, mixed = working
             if step == flips and self._even_out:
-                queued += (1.0 - np.minimum(holding / decoders, 1.0)) * (old_split + old_mixed)
-                old_split *= np.minimum(holding / decoders, 1.0)
-                old_mixed *= np.minimum(holding / decoders, 1.0)
-            prefill, decode, mixed = working.T
+                stay = np.minimum(holding / decoders, 1.0)
+                moving = (1.0 - stay) * decodes[STAYED].sum(axis=0)
+                decodes[STAYED] *= stay
+                queued += moving
+                resumed += moving
+                useful -= prefill_s * moving
             returning = back * away
             away -= returning
             queued += returning + work.returns[step * slices // STEPS] * slices / STEPS
+            if self._even_out:
+                # Split and mixed instances even out, too.
+                decodes = decodes.sum(axis=1, keepdims=True) * (working[1:] / np.maximum(decode + mixed, 1.0))
+            split, both = decodes.sum(axis=0)
             # Prefill: no more than waits, than fits into the decodes' KV cache, and than the instances can do.
-            split, both = old_split + new_split, old_mixed + new_mixed
             room = np.maximum(decode * self._room - split, 0.0)
-            by_split = np.where(decode > 0, np.minimum(prefill * dt / self._prefill_s, room), 0.0)
-            fastest = self._fastest(both, mixed) * mixed * dt
-            by_mixed = np.minimum(fastest, np.maximum(mixed * self._room - both, 0.0))
+            by_split = np.where(decode > 0, np.minimum(prefill * dt / prefill_s, room), 0.0)
+            by_mixed = np.minimum(self._fastest(both, mixed) * mixed * dt, np.maximum(mixed * self._room - both, 0.0))
             able_to = by_split + by_mixed
             started = np.minimum(able_to * self._busy(queued, able_to / dt), queued)
-            part = np.divide(by_mixed, able_to, out=np.zeros(rows), where=able_to > 0)
-            to_mixed = started * part
-            to_split = started - to_mixed
+            to_mixed = np.divide(started * by_mixed, able_to, out=np.zeros(rows), where=able_to > 0)
+            placed = np.array([started - to_mixed, to_mixed])
+            old = np.divide(resumed, queued, out=np.zeros(rows), where=queued > 0)
             queued -= started
-            # Decode: tokens in this step of the flow, of each request that decodes.
-            tokens_split = np.where(decode > 0, dt / self._step(split / np.maximum(decode, 1.0)), 0.0)
-            tokens_mixed = self._tokens(both, mixed, to_mixed)
+            resumed -= old * started
+            # Decode: tokens of each request in this step of the flow.
+            tokens = np.empty_like(decodes)
+            tokens[:, 0] = np.where(decode > 0, dt / self._step(split / np.maximum(decode, 1.0)), 0.0)
+            tokens[:, 1] = self._tokens(both, mixed, to_mixed)
             # Those that were there before others could decode are as many on each instance as they were.
-            crowded = dt / self._step((old_split + old_mixed) / np.maximum(holding, 1.0))
-            tokens_old_split, tokens_old_mixed = np.minimum(tokens_split, crowded), np.minimum(tokens_mixed, crowded)
-            ended_split, ended_mixed = (1.0 - np.exp(-tokens / output) for tokens in (tokens_split, tokens_mixed))
-            over_split, over_mixed = (1.0 - np.exp(-tokens / left) for tokens in (tokens_old_split, tokens_old_mixed))
-            ended = ended_split * new_split + ended_mixed * new_mixed + over_split * old_split + over_mixed * old_mixed
-            decoded = tokens_split * new_split + tokens_mixed * new_mixed
-            decoded += tokens_old_split * old_split + tokens_old_mixed * old_mixed
-            old_split -= over_split * old_split
-            old_mixed -= over_mixed * old_mixed
-            new_split += to_split - ended_split * new_split
-            new_mixed += to_mixed - ended_mixed * new_mixed
-            away += work.again * ended
-            useful += started * self._prefill_s + decoded * self._token_s
+            crowded = dt / self._step(decodes[STAYED].sum(axis=0) / np.maximum(holding, 1.0))
+            tokens[STAYED] = np.minimum(tokens[STAYED], crowded)
+            ended = decodes * -np.expm1(-tokens / length)
+            useful += prefill_s * started + self._token_s * (tokens * decodes).sum(axis=(0, 1))
+            decodes -= ended
+            decodes[RESUMED] += old * placed
+            decodes[FRESH] += (1.0 - old) * placed
+            away += work.again * ended.sum(axis=(0, 1))
         return useful - FLIP_COST * self._flip_s * (self._current - staying).sum(axis=1)
 
     def _step(self, decodes: Floats) -> Floats:

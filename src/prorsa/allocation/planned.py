@@ -12,6 +12,10 @@ from prorsa.allocation.policies import Handling, Moment, Policy, Situation
 from prorsa.allocation.solver import Allocation
 
 
+MIXED_COUNTS = 16
+"""Numbers of mixed instances that are compared, about; of prefill and decode instances, all are."""
+
+
 @dataclass(frozen=True)
 class Planned(Policy):
     """Compares what every allocation of the instances in service would yield, the present one included."""
@@ -59,7 +63,7 @@ class Planned(Policy):
         else:
             found = [
                 Allocation(prefill, total - prefill - mixed, mixed)
-                for mixed in range(total + 1)
+                for mixed in sorted({*range(0, total, -(-total // MIXED_COUNTS)), current.mixed, total})
                 for prefill in range(total - mixed + 1)
                 if (prefill > 0) == (prefill + mixed < total)
             ]
