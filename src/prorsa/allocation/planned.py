@@ -11,7 +11,6 @@ from prorsa.allocation.outlook import Bounds, yields
 from prorsa.allocation.policies import Handling, Moment, Policy, Situation
 from prorsa.allocation.solver import Allocation
 
-
 MIXED_COUNTS = 16
 """Numbers of mixed instances that are compared, about; of prefill and decode instances, all are."""
 
