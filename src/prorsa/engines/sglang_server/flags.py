@@ -58,6 +58,8 @@ class EngineFlags:
             f"--max-queued-requests={self.max_waiting}",
             # Both would send a request of their own; the launcher waits until the engine answers.
             "--skip-server-warmup",
+            # Else each message of a stream repeats all before it: work that grows with the square of the output.
+            "--incremental-streaming-output",
             "--enable-metrics",
             "--enable-cache-report",
             *(_ON_CPU if self.device == "cpu" else self._on_gpu(role)),
