@@ -30,7 +30,7 @@ from typing import Any
 STOP_SECONDS = 12.0
 """How long an engine may take to end after SIGTERM before its processes get SIGKILL. SGLang looks every 5 s whether it is to
 end."""
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 Spawn = Callable[[list[str], dict[str, str], int], int]
 """Arguments, environment variables beside ours, and the file descriptor of the log -> process id, also the group's."""
 
@@ -70,6 +70,8 @@ class Keeper:
     def end(self) -> None:
         for pid in self._children:
             _kill_group(pid)
+        for pid in self._children:
+            _wait_for_group(pid)
 
     def _obey(self, command: dict[str, Any]) -> None:
         match command["do"]:
@@ -98,6 +100,7 @@ class Keeper:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 _kill_group(pid)
+                _wait_for_group(pid)
                 self._kill_at.pop(pid, None)
                 name = self._children.pop(pid)
                 self._tell({"event": "ended", "name": name, "pid": pid, "status": os.waitstatus_to_exitcode(status)})
@@ -111,6 +114,17 @@ class Keeper:
 def _kill_group(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def _wait_for_group(pid: int) -> None:
+    """Of processes that were killed: until the last is gone. Its orphans are our children (`adopt_orphans`)."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-pid, 0)
+
+
+def adopt_orphans() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
@@ -213,6 +227,7 @@ def main() -> None:
     on_cpu = os.environ.get(plugin.DEVICE) == "cpu"
     if on_cpu:
         import_engine()
+    adopt_orphans()
     tell({"event": "ready"})
     keeper = Keeper(fork_engine if on_cpu else start_engine, tell)
     try:
