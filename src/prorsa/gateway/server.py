@@ -46,6 +46,8 @@ SHUTDOWN_SECONDS = 5.0
 """How long connections may take to close at the end."""
 NEVER_WAITS = 1 << 14
 """Bytes that a connection with an empty buffer takes at once, below asyncio's high-water mark."""
+BACKLOG = 4096
+"""Connections that may wait to be accepted (the system may allow fewer): agents come by the thousand, all at once."""
 STOPPING = "the gateway is stopping"
 RUNNING: web.RequestKey[Running] = web.RequestKey("running", Running)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -273,7 +275,7 @@ async def listening(gateway: Gateway, host: str, port: int) -> AsyncIterator[str
     )
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port)
+        site = web.TCPSite(runner, host, port, backlog=BACKLOG)
         try:
             await site.start()
         except OSError as error:
