@@ -34,11 +34,14 @@ STEPS = 60
 STAYED, RESUMED, FRESH = range(3)
 """Decodes that go on where they are, that go on after they were cancelled, and that have yet to begin."""
 FILLED = 0.9
-"""Of the speed at which all ranks prefill full chunks, what instances reach whose ranks have queues of their own."""
+"""Share of the speed with all ranks prefilling full chunks that instances reach whose ranks have queues of their own."""
 FLIP_COST = 0.1
 """What a flip costs beside its dead time, as a part of that: the caches that it empties."""
-VARIED = 1.5
-"""(1 + cv^2) / 2 of the prompt tokens that a request adds: agents' tool results have a cv of 1.7 or so."""
+CROWDED = 4.5
+"""How a prefill's latency grows with the share u of full speed at which its instance works: 1 + CROWDED u times what it is
+alone, since ranks wait for each other and prompts for their ranks. Fitted, see docs/policy.md."""
+CORRECTED = 2.0
+"""At most by this factor does what is observed correct the profile."""
 BATCHES = np.concatenate(([0.0], np.geomspace(1.0, 4096.0, 37)))
 """Decodes of an instance at which the costs are asked; between them they are interpolated."""
 
@@ -72,7 +75,7 @@ class _Flow:
         self._current = np.array([current.prefill, current.decode, current.mixed], dtype=np.float64)
         self._target = np.array([[c.prefill, c.decode, c.mixed] for c in candidates], dtype=np.float64)
         new, prefix = _mean(work)
-        self._prefill_s = costs.prefill_s(new, prefix) / FILLED
+        self._prefill_s = costs.prefill_s(new, prefix)
         chunks = max(ceil(new / costs.chunk), 1)
         self._alone_s = chunks * costs.prefill_step_s(new / chunks, prefix, 1 / costs.ranks)
         self._new = new
@@ -87,8 +90,12 @@ class _Flow:
         self._every = max(bounds.prefill_every, 1)
         self._even_out = bounds.even_out
         self._room = max(bounds.kv_tokens / self._context, 1.0)
-        decoding = work.decoding / max(current.decode + current.mixed, 1)
-        self._token_s = self._step(np.array([max(decoding, 1.0)]))[0] / max(decoding, 1.0)
+        decoding = max(work.decoding / max(current.decode + current.mixed, 1), 1.0)
+        expected = self._step(np.array([decoding]))[0]
+        if work.token_s and work.decoding and not current.mixed:
+            # What is observed corrects the profile. Where instances are mixed, it has their prefills in it.
+            self._step_s *= min(max(work.token_s / expected, 1.0 / CORRECTED), CORRECTED)
+        self._token_s = expected / decoding
 
     def run(self) -> Floats:
         work, dt, prefill_s = self._work, self._dt, self._prefill_s
@@ -160,19 +167,18 @@ class _Flow:
     def _busy(self, queued: Floats, rate: Floats) -> Floats:
         """The share u of their fastest `rate`, prefills a second, at which instances work with so many requests there.
 
-        A request takes 1 + VARIED u / (1 - u) times what it takes alone, for each rank has a queue of its own (M/G/1), and as
-        many are there as come in that time (Little); solved for u.
+        A request takes 1 + CROWDED u times what it takes alone, and as many are there as come in that time (Little): solved
+        for u.
         """
         there = np.divide(queued, rate * self._alone_s, out=np.zeros(len(queued)), where=rate > 0)
-        root = np.sqrt((1.0 + there) ** 2 + 4.0 * (VARIED - 1.0) * there)
-        busy: Floats = (root - 1.0 - there) / (2.0 * (VARIED - 1.0))
+        busy: Floats = np.minimum((np.sqrt(1.0 + 4.0 * CROWDED * there) - 1.0) / (2.0 * CROWDED), FILLED)
         return busy
 
     def _fastest(self, decodes: Floats, mixed: Floats) -> Floats:
         """Prefills a second of a mixed instance: each rank a full chunk whenever a step may prefill."""
         decode_s = self._step(decodes / np.maximum(mixed, 1.0))
         cycle = (self._every - 1) * decode_s * (decodes > 0) + np.maximum(self._long_s[1], decode_s)
-        fastest: Floats = FILLED * self._ranks * self._chunk / (self._new * cycle)
+        fastest: Floats = self._ranks * self._chunk / (self._new * cycle)
         return fastest
 
     def _tokens(self, decodes: Floats, mixed: Floats, prefills: Floats) -> Floats:

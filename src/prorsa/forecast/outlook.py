@@ -20,7 +20,7 @@ from prorsa.forecast.work import AHEAD, SLICES, Work
 from prorsa.lifecycle.snapshot import MODES, Snapshot
 from prorsa.lifecycle.states import State
 
-BINS = 32
+BINS = 24
 """Bins of the grid in a horizon."""
 LAUNCH_TIMES = 8
 """The sampler's launches are worked out at so many moments of a horizon."""
@@ -171,8 +171,8 @@ class Outlook:
             return self._nobody(), kernel, away
         keys, which = _classes(cells, lambda task, tool: (self._tasks[task], names[tool]))
         curves = learnt.tools.curves(keys, which, reached, weight, snapshot.time)
-        results = [learnt.lengths.appended(self._tasks[task], names[tool]) for task, tool in cells.pairs()]
-        appended = np.array([0.0 if result is None else result.value for result in results])
+        results = [learnt.lengths.appended(*key) for key in keys]
+        appended = np.array([0.0 if result is None else result.value for result in results])[which]
         count, context = cells.sums(), snapshot.tokens[rows].astype(np.float64)
         lost = snapshot.since[rows] <= learnt.contexts.lost_at
         new = cells.sums(np.where(lost, context, SEED)) + count * appended
@@ -251,8 +251,7 @@ class Outlook:
         context, speeds, mean_speed = self._contexts(decode, rows)
         usual = learnt.groups.factors(self._groups)
         factors = usual[snapshot.group[rows]]
-        starts = learnt.contexts.starts([snapshot.ids[row] for row in rows.tolist()])
-        made, pace = np.maximum(context - starts, 0.0) / factors, speeds / factors
+        made, pace = np.maximum(context - snapshot.start[rows], 0.0) / factors, speeds / factors
         waits = (np.arange(len(rows)) >= len(decode)).astype(np.int64)
         buckets = load_buckets(snapshot.turn[rows] + 1)
         paces = np.rint(SPEEDS * np.log2(np.maximum(pace, 2.0**-10))).astype(np.int64)
@@ -313,9 +312,10 @@ class Outlook:
         speeds = np.array([learnt.speed.of(name) for name in names])[snapshot.instance[decode]]
         mean_speed = float(speeds.mean()) if len(decode) else learnt.speed.of()
         context = snapshot.tokens[rows].astype(np.float64)
-        began = np.array([learnt.contexts.cached(snapshot.ids[row]) for row in decode.tolist()])
         # Tokens may be reported late; what has been made since follows from the speed.
-        context[: len(decode)] = np.maximum(context[: len(decode)], began + speeds * elapsed(snapshot, decode))
+        context[: len(decode)] = np.maximum(
+            context[: len(decode)], snapshot.prompt[decode] + speeds * elapsed(snapshot, decode)
+        )
         return context, np.concatenate((speeds, np.full(len(rows) - len(decode), mean_speed))), mean_speed
 
     def _returning(self, decoding: Decoding, tools: Floats) -> Coming:
@@ -327,14 +327,10 @@ class Outlook:
 
     def _queued_new(self) -> float:
         """Tokens to compute of what is queued."""
-        snapshot, uncached, rows = self._snapshot, self._learnt.contexts.uncached, self._queued
-        columns = (rows.tolist(), snapshot.group[rows].tolist(), snapshot.tokens[rows].tolist())
-        return float(
-            sum(
-                uncached(snapshot.ids[row], self._groups[group], tokens)
-                for row, group, tokens in zip(*columns, strict=True)
-            )
-        )
+        snapshot, rows = self._snapshot, self._queued
+        ids = [snapshot.ids[row] for row in rows.tolist()]
+        groups = [self._groups[group] for group in snapshot.group[rows].tolist()]
+        return float(self._learnt.contexts.all_uncached(ids, groups, snapshot.tokens[rows]).sum())
 
     # What comes of it.
 
@@ -384,7 +380,6 @@ class Outlook:
             again=float(again.sum()),
             away=float(again @ seconds / again.sum()) if again.sum() > 0.0 else 0.0,
             token_s=1.0 / speed if speed > 0.0 else 0.0,
-            prefill_s=self._fixed + self._slope * new if self._learnt.latency.count else 0.0,
         )
 
     # Helpers.

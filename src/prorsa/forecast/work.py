@@ -45,5 +45,3 @@ class Work:
     """Seconds from the end of the turn to that request, where it comes."""
     token_s: float = 0.0
     """Seconds between two tokens of a decode, as observed of late; 0 until any was. It corrects what a profile says."""
-    prefill_s: float = 0.0
-    """Seconds that an instance takes for a prefill of `turn_new` tokens after `turn_prefix`, the same."""
