@@ -27,6 +27,7 @@ NOTHING = Work(
     turn_output=100,
     again=0,
     away=1.0,
+    token_s=0.1,
 )
 
 
@@ -170,7 +171,7 @@ def test_where_nothing_is_in_service_and_prompts_are_rare_all_become_mixed() -> 
     [
         pytest.param(NOTHING, True, id="nothing to do"),
         pytest.param(replace(NOTHING, queued=500, queued_new=1000), False, id="nobody live"),
-        pytest.param(replace(NOTHING, queued=500, queued_new=1000, turn_output=0), True, id="nothing known of turns"),
+        pytest.param(replace(NOTHING, queued=500, queued_new=1000, token_s=0), True, id="nothing known of turns"),
     ],
 )
 def test_the_roles_stay_where_there_is_nothing_to_plan(work: Work, live: bool) -> None:

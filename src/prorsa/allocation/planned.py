@@ -42,7 +42,7 @@ class Planned(Policy):
         if not situation.live or (situation.moment is not Moment.GRID and not self.at_syncs):
             return current
         candidates = self._candidates(current)
-        if len(candidates) < 2 or not work.turn_output:
+        if len(candidates) < 2 or not work.token_s:
             return current
         bounds = Bounds(situation.demand.decode_capacity, self.prefill_every, self.even_out)
         found = yields(work, current, candidates, self.costs, bounds)
