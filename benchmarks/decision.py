@@ -1,10 +1,10 @@
 """How long one decision takes: snapshot, forecast and allocation, at 10,000 and 100,000 live trajectories on one core.
 
-    OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 python benchmarks/decision.py
+    OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 python benchmarks/decision.py [--forecast paper decode-returns survival]
 
 The trajectories are in a realistic mix of states (four tasks, twelve tools, 200 images, 64 instances, up to 4 turns), and
 the forecaster has learnt its statistics from the events that brought them there. Between two decisions sixty more
-trajectories come and go. Every source is on, the one beyond the paper's (`decode_returns`) too.
+trajectories come and go.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import count, pairwise
 from time import perf_counter, process_time
+from typing import get_args
 
 import numpy as np
 
-from prorsa.allocation.policies import Adaptive, Demand
+from prorsa.allocation.policies import Adaptive, Demand, Situation
 from prorsa.allocation.solver import Allocation
-from prorsa.forecast import GroupReplenishment, LifecycleForecaster
+from prorsa.assembly import build_forecaster
+from prorsa.config import ForecastKind
+from prorsa.forecast import GroupReplenishment
 from prorsa.lifecycle import events as e
 from prorsa.lifecycle.states import State
 from prorsa.lifecycle.tracker import Tracker
@@ -56,12 +59,10 @@ MIX = {
 class History:
     """Brings `live` trajectories into the states of `MIX`, through legal events timed in order for each trajectory."""
 
-    def __init__(self, live: int, seed: int = 0) -> None:
+    def __init__(self, live: int, forecast: ForecastKind, seed: int = 0) -> None:
         self.random = np.random.default_rng(seed)
         self.tracker = Tracker()
-        self.forecaster = LifecycleForecaster(
-            GroupReplenishment(GROUP), prefill_tokens_per_s=TOKENS_PER_S, decode_returns=True
-        )
+        self.forecaster = build_forecaster(forecast, GroupReplenishment(GROUP), TOKENS_PER_S)
         self.events = 0
         self.seconds = {"tracker": 0.0, "learning": 0.0}
         states = self.random.choice([int(state) for state in MIX], size=live, p=list(MIX.values()))
@@ -153,15 +154,15 @@ def decide(history: History, policy: Adaptive, current: Allocation) -> list[floa
         decode_tokens=forecast.decode_kv + forecast.admitted_kv,
         decode_capacity=4e6,
     )
-    policy.decide(demand, current, live=True)
+    policy.decide(Situation(demand, current, live=True))
     times.append(process_time())
     parts = [after - before for before, after in pairwise(times)]
     return [1e3 * seconds for seconds in (*parts, sum(parts), perf_counter() - started)]
 
 
-def measure(live: int, repeats: int) -> bool:
+def measure(live: int, forecast: ForecastKind, repeats: int) -> bool:
     """Print one row of the table; whether the decision is within its limit."""
-    history = History(live)
+    history = History(live, forecast)
     policy = Adaptive(m_p=1, m_d=1, gpus=64)
     current = Allocation(len(PREFILL), len(DECODE))
     decide(history, policy, current)
@@ -173,7 +174,12 @@ def measure(live: int, repeats: int) -> bool:
     *parts, decision, wall = (statistics.median(column) for column in zip(*rows, strict=True))
     worst = sorted(row[3] for row in rows)[round(0.95 * (repeats - 1))]
     rates = [history.events / seconds for seconds in history.seconds.values()]
-    cells = [f"{live:,}", *(f"{value:.2f}" for value in (*parts, decision, worst, wall)), f"{LIMITS[live]:.0f}"]
+    cells = [
+        f"{live:,}",
+        forecast,
+        *(f"{value:.2f}" for value in (*parts, decision, worst, wall)),
+        f"{LIMITS[live]:.0f}",
+    ]
     print(f"| {' | '.join(cells)} | {rates[0]:,.0f} | {rates[1]:,.0f} |", flush=True)
     return decision < LIMITS[live]
 
@@ -181,14 +187,15 @@ def measure(live: int, repeats: int) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=41)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--forecast", nargs="+", choices=get_args(ForecastKind), default=["decode-returns", "survival"])
+    arguments = parser.parse_args()
     print(f"Machine: {processor()}, one core; Python {platform.python_version()}, numpy {np.__version__}")
     print(f"Command: {' '.join(['python', *sys.argv])} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')})")
     print("Milliseconds of CPU time, medians; events/s of the tracker alone and of the forecaster's learning alone.\n")
-    columns = ["live", "snapshot", "forecast", "allocation", "decision", "its 95th %", "wall", "limit"]
+    columns = ["live", "forecaster", "snapshot", "forecast", "allocation", "decision", "its 95th %", "wall", "limit"]
     print(f"| {' | '.join([*columns, 'tracker events/s', 'learning events/s'])} |")
     print("|" + "---:|" * (len(columns) + 2), flush=True)
-    passed = [measure(live, repeats) for live in LIMITS]
+    passed = [measure(live, forecast, arguments.repeats) for live in LIMITS for forecast in arguments.forecast]
     return 0 if all(passed) else 1
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
+from itertools import repeat
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prorsa.forecast.durations import Floats
 from prorsa.lifecycle import events as e
@@ -19,8 +21,10 @@ class Contexts:
     def __init__(self) -> None:
         self._starts: dict[str, int] = {}
         self._cached: dict[str, int] = {}
-        self._prompts: set[str] = set()
-        """Groups whose first prompt has been prefilled: that of the other members is in a cache, too."""
+        self._prompts: dict[str, int] = {}
+        """Tokens of the first prompt of each group."""
+        self._computed: set[str] = set()
+        """Groups whose first prompt is in a cache: one member has it there for all."""
         self._members: dict[str, int] = {}
         self.lost_at = -math.inf
         """When all caches were lost for the last time, seconds: the time of the last event before it."""
@@ -35,9 +39,11 @@ class Contexts:
             self._members[event.group] = self._members.get(event.group, 0) + 1
         elif isinstance(event, e.Ready):
             self._starts[name] = event.tokens
+            if transition.before is not State.TOOL:
+                self._prompts[transition.group] = event.tokens
         elif isinstance(event, e.DecodeStarted):
             self._cached[name] = transition.tokens
-            self._prompts.add(transition.group)
+            self._computed.add(transition.group)
         elif isinstance(event, e.ToolStarted):
             self._cached[name] = event.tokens
         elif isinstance(event, e.Requeued):
@@ -49,32 +55,36 @@ class Contexts:
 
     def caches_lost(self) -> None:
         self._cached.clear()
-        self._prompts.clear()
+        self._computed.clear()
         self.lost_at = self._now
 
     def start(self, trajectory: str) -> int:
         """Tokens of the context with which the present turn began."""
         return self._starts.get(trajectory, 0)
 
-    def starts(self, trajectories: Iterable[str]) -> Floats:
-        """`start` of each."""
-        return np.array([self._starts.get(name, 0) for name in trajectories], dtype=np.float64)
-
     def cached(self, trajectory: str) -> int:
-        """Tokens of the context that are in a cache."""
+        """Tokens of the context that are in a cache: of one in DECODE, those with which it began."""
         return self._cached.get(trajectory, 0)
 
     def has_prompt(self, group: str) -> bool:
         """Whether the first prompt of the group is in a cache."""
-        return group in self._prompts
+        return group in self._computed
 
     def uncached(self, trajectory: str, group: str, tokens: int) -> int:
         """Of a prompt of `tokens`, how many have to be computed; one at least."""
         cached = self._cached.get(trajectory)
         if cached is None:
-            first = self._starts.get(trajectory, 0)
-            cached = first if group in self._prompts else 0
+            cached = self._prompts[group] if group in self._computed else 0
         return max(tokens - cached, 1)
+
+    def all_uncached(self, trajectories: Sequence[str], groups: Sequence[str], tokens: NDArray[np.int64]) -> Floats:
+        """`uncached` of each."""
+        known = map(self._cached.get, trajectories, repeat(-1))
+        cached = np.fromiter(known, dtype=np.float64, count=len(trajectories))
+        for row in np.flatnonzero(cached < 0).tolist():
+            cached[row] = self._prompts[groups[row]] if groups[row] in self._computed else 0
+        uncached: Floats = np.maximum(tokens - cached, 1.0)
+        return uncached
 
     def _ended(self, trajectory: str, group: str) -> bool:
         self._starts.pop(trajectory, None)
@@ -84,5 +94,6 @@ class Contexts:
             self._members[group] = left
             return False
         self._members.pop(group, None)
-        self._prompts.discard(group)
+        self._prompts.pop(group, None)
+        self._computed.discard(group)
         return True

@@ -14,7 +14,7 @@ import numpy as np
 from prorsa.forecast.durations import Floats
 
 REQUESTS, TOKENS = 0, 1
-ROUNDS = 3
+ROUNDS = 2
 """What returns within its own bin is served again in the same bin so often at most."""
 
 

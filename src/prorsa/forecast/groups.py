@@ -7,7 +7,8 @@ their turns is 0.6 to 0.8. What is known of a group is shrunk towards nothing in
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,11 +67,9 @@ class GroupLengths:
 
     def factors(self, groups: Sequence[str]) -> Floats:
         """Of each group."""
-        nothing = (0, 0.0)
-        known = np.array([self._groups.get(group, nothing) for group in groups], dtype=np.float64).reshape(-1, 2)
-        count, share = known[:, 0], self.share
-        # Without values there is nothing to shrink.
-        factors: Floats = np.exp((known[:, 1] - count * self._own.value) * share / (1.0 + (count - 1.0) * share))
+        count, total = _pairs(self._groups, groups)
+        share = self.share
+        factors: Floats = np.exp((total - count * self._own.value) * share / (1.0 + (count - 1.0) * share))
         return factors
 
     @property
@@ -148,9 +147,8 @@ class Endings:
             counts = self._tasks.get(name)
             if counts is not None:
                 table[code] = [counts.chance(place) for place in range(size)]
-        nothing = (0.0, 0.0)
-        known = np.array([self._groups.get(name, nothing) for name in groups], dtype=np.float64).reshape(-1, 2)
-        inclination = (FRAILTY + known[:, 0]) / (FRAILTY + known[:, 1])
+        ended, expected = _pairs(self._groups, groups)
+        inclination = (FRAILTY + ended) / (FRAILTY + expected)
         chances: Floats = 1.0 - (1.0 - table[task, _places(turn)]) ** inclination[group]
         return chances
 
@@ -166,3 +164,9 @@ def _place(turn: int) -> int:
 def _places(turn: NDArray[np.int32]) -> NDArray[np.intp]:
     late = EXACT + np.minimum(OCTAVE * np.log2(np.maximum(turn, EXACT) / EXACT), 20 * OCTAVE - 1).astype(np.intp)
     return np.where(turn < EXACT, turn, late)
+
+
+def _pairs(values: Mapping[str, tuple[float, float]], groups: Sequence[str]) -> Floats:
+    """[2, group]; zeros for a group of which nothing is known."""
+    known = map(values.get, groups, repeat((0.0, 0.0)))
+    return np.fromiter(chain.from_iterable(known), dtype=np.float64, count=2 * len(groups)).reshape(-1, 2).T

@@ -171,7 +171,7 @@ class Outlook:
             return self._nobody(), kernel, away
         keys, which = _classes(cells, lambda task, tool: (self._tasks[task], names[tool]))
         curves = learnt.tools.curves(keys, which, reached, weight, snapshot.time)
-        results = [learnt.lengths.appended(*key) for key in keys]
+        results = [learnt.lengths.appended(str(task), str(tool)) for task, tool in keys]
         appended = np.array([0.0 if result is None else result.value for result in results])[which]
         count, context = cells.sums(), snapshot.tokens[rows].astype(np.float64)
         lost = snapshot.since[rows] <= learnt.contexts.lost_at

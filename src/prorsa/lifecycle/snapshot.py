@@ -46,6 +46,10 @@ class Snapshot:
     tokens: NDArray[np.int64]
     """READY, PREFILL: full prompt length x_j. DECODE: prompt plus tokens generated so far. TOOL, REWARD: context length.
     SAMPLED, SANDBOX_STARTING: first prompt where known, else 0."""
+    start: NDArray[np.int64]
+    """Tokens of the context with which the present or last turn began; NONE before the first."""
+    prompt: NDArray[np.int64]
+    """Full prompt length of its last attempt: more than `start` where it was cancelled and resent."""
     turn: NDArray[np.int32]
     """Index of the present or next model turn: 0 until the first decode ended."""
     version: NDArray[np.int32]

@@ -25,6 +25,8 @@ _COLUMNS = {
     "state": "b",
     "since": "d",
     "tokens": "q",
+    "start": "q",
+    "prompt": "q",
     "turn": "i",
     "version": "i",
     "order": "q",
@@ -250,6 +252,9 @@ class Tracker:
                 columns["node_class"][row] = self._codes["node_class"].code(event.node_class)
                 columns["concurrency"][row] = self._counts[state]
             case e.Ready() | e.Requeued():
+                if isinstance(event, e.Ready):
+                    columns["start"][row] = tokens
+                columns["prompt"][row] = tokens
                 columns["order"][row] = self._entries
                 self._entries += 1
             case e.PrefillStarted() | e.DecodeStarted():
