@@ -13,9 +13,9 @@ SGLANG := .venv-sglang/.ready
 demo: setup
 	$(BIN)/prorsa train $(CONFIG)
 
-test: setup lint types tests
+test: setup sglang lint types tests
 
-# Minutes of real SGLang engines. Without their environment the tests are skipped, so `make test` does not need it.
+# Every test with real SGLang engines, also those that `make test` leaves out because they take minutes more.
 test-sglang: setup sglang
 	$(BIN)/pytest -m sglang
 
@@ -24,7 +24,7 @@ setup: $(READY)
 $(READY): pyproject.toml
 	@echo "== Setting up $(VENV) with $(PYTHON): PyTorch, verl and Ray are about 2 GB; a minute or two on a fast connection"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --progress-bar off --quiet --editable '.[train,dev]'
+	$(BIN)/python -m pip install --progress-bar off --quiet --editable '.[train,clients,dev]'
 	@touch $(READY)
 
 # Engines run in processes and an environment of their own: SGLang's requirements exclude verl's.
@@ -46,7 +46,7 @@ types:
 
 tests:
 	@echo "== pytest"
-	$(BIN)/pytest
+	$(BIN)/pytest -m "not sglang_long"
 
 format:
 	$(BIN)/ruff check --fix .

@@ -27,7 +27,8 @@ if ! "$directory/bin/python" -c 'import mooncake.engine' 2>/dev/null; then
     trap 'rm -rf "$scratch"' EXIT
     cd "$scratch"
     mkdir -p state/lists/partial cache/archives/partial
-    apt=(apt-get -qq -o "Dir::State=$scratch/state" -o "Dir::Cache=$scratch/cache" -o "Dir::State::status=/var/lib/dpkg/status")
+    apt=(apt-get -qq -o APT::Sandbox::User= -o Acquire::Retries=3 -o "Dir::State=$scratch/state" -o "Dir::Cache=$scratch/cache"
+        -o "Dir::State::status=/var/lib/dpkg/status")
     "${apt[@]}" update
     "${apt[@]}" download libibverbs1 libnl-3-200 libnl-route-3-200
     for package in *.deb; do dpkg-deb --extract "$package" unpacked; done

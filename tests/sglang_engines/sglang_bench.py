@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from prorsa.allocation import Allocation, Policy, PrefillSpeed, Situation
 from prorsa.cluster.control import ControlPlane
@@ -40,7 +39,9 @@ LANE = [
     pytest.mark.sglang,
     pytest.mark.skipif(not PYTHON.is_file(), reason="SGLang is not installed here; `make sglang` does it"),
 ]
-START_SECONDS, TEST_SECONDS = 600.0, 300.0
+LONG = pytest.mark.sglang_long
+START_SECONDS, TEST_SECONDS, STOP_SECONDS = 600.0, 300.0, 120.0
+"""Far more than anything takes, so that a slow machine fails nothing."""
 P, D = Role.PREFILL, Role.DECODE
 VOCABULARY = 460
 _numbers = itertools.count(time.time_ns() % 10**12)
@@ -97,25 +98,34 @@ class Served:
 @contextmanager
 def launched(directory: Path) -> Iterator[Served]:
     """Three engines, as `prorsa engines launch` starts them."""
-    config = {
-        "run_dir": str(directory),
-        "model": {"path": str(MODEL)},
-        "cluster": {"engine": "sglang", "instances": 3, "kv_tokens": 16384},
-        "sglang": {"python": str(PYTHON), "device": "cpu", "start_timeout": START_SECONDS},
-    }
-    path = directory / "engines.yaml"
-    path.write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "prorsa.cli", "engines", "launch", str(path)]
-    # A test run that is killed must not leave them.
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=ROOT, preexec_fn=die_with_parent) as process:  # noqa: PLW1509
+    with command("engines launch", directory, "engines.json", f"model.path={MODEL}") as engines:
+        yield Served(json.loads(engines.read_text()))
+
+
+@contextmanager
+def command(words: str, directory: Path, ready: str, *overrides: str) -> Iterator[Path]:
+    """`prorsa WORDS` with the example's three engines, once the file `ready` is in its run directory. Gives that file."""
+    environment = (f"sglang.python={PYTHON}", "sglang.device=cpu", f"sglang.start_timeout={START_SECONDS}")
+    line = [sys.executable, "-m", "prorsa.cli", *words.split(), str(ROOT / "examples" / "sglang.yaml")]
+    line += [f"run_dir={directory}", *environment, *overrides]
+    directory.mkdir(exist_ok=True)
+    output = directory / "output"
+    # A test run that is killed must not leave the engines.
+    with (
+        output.open("w") as log,
+        subprocess.Popen(line, stdout=log, stderr=log, cwd=ROOT, preexec_fn=die_with_parent) as process,  # noqa: PLW1509
+    ):
         try:
-            while not (found := list(directory.glob("*/engines.json"))):
-                assert process.poll() is None, "the engines did not start"
+            while not (found := [path for path in directory.glob(f"*/{ready}") if path.read_text().endswith("\n")]):
+                assert process.poll() is None, output.read_text()
                 time.sleep(0.2)
-            yield Served(json.loads(found[0].read_text()))
+            yield found[0]
         finally:
             process.send_signal(signal.SIGINT)
-            process.wait(60)
+            try:
+                process.wait(STOP_SECONDS)
+            finally:
+                process.kill()
 
 
 async def become(engine: SGLangEngine, role: Role) -> None:
@@ -236,7 +246,7 @@ def tool_output(number: int, turn: int) -> tuple[int, ...]:
 async def session(control: ControlPlane, number: int, turns: int = TURNS) -> list[tuple[int, ...]]:
     """A trajectory of several turns, its tools' output scripted; the output of each turn."""
     now, name, context = asyncio.get_running_loop().time, f"s{number}", session_prompt(number)
-    await control.record(Sampled(now(), name, group="g", task="t"))
+    await control.record(Sampled(now(), name, group=name, task="t"))
     outputs = []
     for turn in range(turns):
         if turn:

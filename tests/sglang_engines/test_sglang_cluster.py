@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from sglang_bench import (
     LANE,
+    LONG,
     MODEL,
     SESSIONS,
     TEST_SECONDS,
@@ -37,7 +38,7 @@ FLIPS = 12
 
 async def nothing_left(control: ControlPlane, engines: Sequence[SGLangEngine]) -> None:
     assert control.router.live == control.router.waiting == 0
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(TEST_SECONDS):
         for engine in engines:
             while not (await engine.load()).idle or (await engine.load()).used_tokens:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -80,7 +81,7 @@ def test_an_update_of_the_weights_leaves_every_session_going(served: Served, tmp
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("role", [P, D])
+@pytest.mark.parametrize("role", [pytest.param(P, marks=LONG), D])
 def test_an_engine_that_is_killed_comes_back_and_no_session_notices(role: str, tmp_path: Path) -> None:
     async def main() -> None:
         expected = await undisturbed(MODEL, tmp_path / "reference", 6)

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from sglang_bench import (
     LANE,
     MODEL,
+    TEST_SECONDS,
     D,
     P,
     Served,
@@ -85,7 +86,7 @@ def test_a_closed_stream_frees_both_engines(served: Served) -> None:
             for task in legs:
                 task.cancel()
             await asyncio.gather(*legs, return_exceptions=True)
-            async with asyncio.timeout(20.0):
+            async with asyncio.timeout(TEST_SECONDS):
                 await asyncio.gather(idle(first), idle(second))
 
     asyncio.run(main())

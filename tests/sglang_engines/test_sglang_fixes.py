@@ -13,7 +13,9 @@ import aiohttp
 import pytest
 from sglang_bench import (
     LANE,
+    LONG,
     MODEL,
+    TEST_SECONDS,
     D,
     P,
     become,
@@ -35,7 +37,9 @@ pytestmark = LANE
 
 HANGS_SECONDS = 12.0
 """What takes so long on an idle engine does not come at all: each of these requests takes a second."""
-FIXED = pytest.mark.parametrize("fixed", [False, True], ids=["unfixed", "fixed"])
+FIXED = pytest.mark.parametrize(
+    "fixed", [pytest.param(False, id="unfixed", marks=LONG), pytest.param(True, id="fixed")]
+)
 
 
 @asynccontextmanager
@@ -65,7 +69,7 @@ def test_a_decode_engine_finds_a_peer_that_was_decode_in_between(fixed: bool, tm
             await become(first, P)
             assert await disaggregated(first, second, ids, 12) == expected
             again = asyncio.create_task(disaggregated(first, third, ids, 12))
-            await asyncio.wait([again], timeout=60.0 if fixed else HANGS_SECONDS)
+            await asyncio.wait([again], timeout=TEST_SECONDS if fixed else HANGS_SECONDS)
             assert again.done() is fixed
             if fixed:
                 assert await again == expected
@@ -94,7 +98,7 @@ def test_a_flip_does_not_lose_requests_that_a_pause_holds(fixed: bool, tmp_path:
             else:
                 await second.switch_role(P)
             await post(second, "/continue_generation", {})
-            await asyncio.wait([turn], timeout=60.0 if fixed else HANGS_SECONDS)
+            await asyncio.wait([turn], timeout=TEST_SECONDS if fixed else HANGS_SECONDS)
             assert turn.done() is fixed
             if fixed:
                 assert tokens((await turn)[1]) == expected
@@ -128,7 +132,7 @@ def test_a_prefill_engine_that_would_fail_as_decode_does_not_become_it(fixed: bo
             else:
                 await first.switch_role(D)
                 await become(second, P)
-                async with asyncio.timeout(90.0):
+                async with asyncio.timeout(TEST_SECONDS):
                     while await first.healthy():
                         turns = [disaggregated(second, first, (*ids, number), 12) for number in range(4)]
                         with suppress(EngineError, TimeoutError):

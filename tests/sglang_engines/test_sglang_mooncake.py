@@ -14,6 +14,7 @@ from pathlib import Path
 import aiohttp
 from sglang_bench import (
     LANE,
+    LONG,
     MODEL,
     PYTHON,
     START_SECONDS,
@@ -78,7 +79,7 @@ def test_a_resend_elsewhere_finds_kv_in_the_store_and_new_weights_do_not(tmp_pat
             assert decoded[-1].finish is FinishReason.ABORT
             partial = tokens(decoded)
             known = (len(ids) + len(partial) - 1) // 16 * 16
-            async with asyncio.timeout(30.0):
+            async with asyncio.timeout(TEST_SECONDS):
                 # K and V of each block.
                 while await stored(launcher) < at_start + 2 * known // 16:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
@@ -98,6 +99,7 @@ def test_a_resend_elsewhere_finds_kv_in_the_store_and_new_weights_do_not(tmp_pat
     asyncio.run(main())
 
 
+@LONG
 def test_a_store_that_dies_is_started_again(tmp_path: Path) -> None:
     async def main() -> None:
         numbers = itertools.count()
@@ -113,7 +115,7 @@ def test_a_store_that_dies_is_started_again(tmp_path: Path) -> None:
                 return prefilled[0].cached_tokens == 96
 
             async def until_shared() -> None:
-                async with asyncio.timeout(60.0):
+                async with asyncio.timeout(TEST_SECONDS):
                     while not await shared():  # noqa: ASYNC110
                         await asyncio.sleep(0.5)
 
