@@ -55,6 +55,11 @@ def test_the_dumped_configuration_reads_back_equal(tmp_path: Path) -> None:
             {**MODEL, "cluster": {"engine": "sglang", "gpus_per_prefill": 2}, "policy": {"name": "planned"}},
             ["policy.name=planned", "gpus_per_prefill=2", "gpus_per_decode=1", "policy.name=adaptive"],
         ),
+        ({**MODEL, "policy": {"name": "planned"}}, ["policy.profile=null", "prorsa profile", "policy.name=adaptive"]),
+        (
+            {**MODEL, "policy": {"name": "planned", "profile": "p.yaml", "forecast": "paper"}},
+            ["policy.forecast=paper", "policy.name=planned", "needs survival"],
+        ),
         ({**MODEL, "sglang": {"kv_store_dir": "/kv"}}, ["sglang.kv_store_dir='/kv'", "kv_store=none", "set that to file"]),
         (
             {**MODEL, "sglang": {"kv_store": "file", "kv_store_master": "m:1"}},

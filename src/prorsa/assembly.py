@@ -16,7 +16,7 @@ from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.observers import Observer
 from prorsa.cluster.router import Limits
 from prorsa.cluster.switcher import Relaunches, Restarter, SwitchLimits
-from prorsa.config import Batches, Config, ConfigError, ForecastKind, RolePolicy
+from prorsa.config import Batches, Config, ConfigError, ForecastKind, Planning, PolicyName
 from prorsa.engines.launcher import EmbeddedLauncher
 from prorsa.engines.protocol import SPLIT_ROLES, Engine, Role, SamplingParams
 from prorsa.engines.sglang import SGLangEngine
@@ -125,29 +125,31 @@ def build_policy(config: Config) -> Policy:
     cluster, policy = config.cluster, config.policy
     costs = None
     if policy.name == "planned":
-        if policy.profile is None:
-            raise ConfigError(
-                "policy.profile=null: policy.name=planned plans with what an instance can do; measure it with `prorsa "
-                "profile --config FILE --out PROFILE.yaml`, or use policy.name=adaptive"
-            )
+        assert policy.profile is not None
         costs = ProfileCosts(load_profile(policy.profile))
-    flips_to_mixed = cluster.engine != "sglang"
-    gpus = cluster.gpus_per_prefill, cluster.gpus_per_decode, cluster.budget
-    return role_policy(policy, policy.initial_split(cluster.instances), gpus, costs, flips_to_mixed=flips_to_mixed)
+    return role_policy(
+        policy.name,
+        policy.planning,
+        split=policy.initial_split(cluster.instances),
+        gpus=(cluster.gpus_per_prefill, cluster.gpus_per_decode, cluster.budget),
+        costs=costs,
+        flips_to_mixed=cluster.engine != "sglang",
+    )
 
 
 def role_policy(
-    section: RolePolicy,
+    name: PolicyName,
+    planning: Planning,
+    *,
     split: tuple[int, int],
     gpus: tuple[int, int, int],
     costs: EngineCosts | None,
-    *,
     flips_to_mixed: bool = True,
     prefill_every: int = 0,
 ) -> Policy:
     """`split` is the roles to start in, `gpus` are those of a prefill and of a decode instance and the budget. `costs` may be
     None where the policy does not plan."""
-    match section.name:
+    match name:
         case "colocated":
             return Colocated()
         case "static":
@@ -156,7 +158,6 @@ def role_policy(
             return Adaptive(*gpus)
         case "planned":
             assert costs is not None
-            planning = section.planning
             return Planned(
                 costs,
                 mixed=planning.mixed and flips_to_mixed,

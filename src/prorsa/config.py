@@ -28,6 +28,7 @@ _SEXAGESIMAL_FREE = {
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 ForecastKind = Literal["paper", "decode-returns", "survival"]
+PolicyName = Literal["adaptive", "planned", "static", "colocated"]
 S = TypeVar("S", bound="Section")
 
 
@@ -127,9 +128,6 @@ class Planning(Section):
 class RolePolicy(Section):
     """Who decides the roles; real and simulated clusters have it in common."""
 
-    name: Literal["adaptive", "planned", "static", "colocated"] = "adaptive"
-    """`adaptive`: roles follow the forecast by the paper's rule; `planned`: they are those under which the work ahead gets on
-    best; `static`: the split stays; `colocated`: every instance does both stages."""
     split: str | None = None
     """`n_P:n_D` for `static`; for `adaptive` and `planned` the roles to start with. The default halves the instances."""
     horizon: Seconds = 10.0
@@ -138,12 +136,15 @@ class RolePolicy(Section):
 
 
 class Policy(RolePolicy):
+    name: PolicyName = "adaptive"
+    """`adaptive`: roles follow the forecast by the paper's rule; `planned`: they are those under which the work ahead gets on
+    best; `static`: the split stays; `colocated`: every instance does both stages."""
     profile: str | None = None
     """What an instance can do, for `planned`: the name of a shipped profile, or a file that `prorsa profile` wrote."""
-    forecast: ForecastKind = "decode-returns"
+    forecast: ForecastKind = "survival"
     """`paper`: one step of each trajectory's lifecycle; `decode-returns`: the next requests of trajectories in DECODE too,
     which the paper leaves out and which are most of the arrivals where turns are shorter than the horizon; `survival`: all
-    steps that fit into the horizon, each given how far it has got (docs/forecast.md)."""
+    steps that fit into the horizon, each given how far it has got (docs/forecast.md). `planned` needs the last one."""
     prefill_tokens_per_s: Annotated[float, Field(gt=0)] = 8000.0
     """Profiled effective prefill speed of one instance, full-prompt tokens/s: theta until busy intervals are seen."""
 
@@ -324,6 +325,15 @@ def _impossibilities(config: Config) -> list[str]:
                 f"cluster.gpus={cluster.gpus}: the {n_prefill} prefill and {n_decode} decode instances to start with take "
                 f"{start}; set it to {start} or more, or use fewer cluster.instances"
             )
+    if policy.name == "planned" and policy.profile is None:
+        problems.append(
+            "policy.profile=null: policy.name=planned plans with what an instance can do; measure it with `prorsa profile "
+            "--config FILE --out PROFILE.yaml`, or use policy.name=adaptive"
+        )
+    if policy.name == "planned" and policy.forecast != "survival":
+        problems.append(
+            f"policy.forecast={policy.forecast}: policy.name=planned needs survival, which alone says what the work is"
+        )
     unequal = cluster.gpus_per_prefill != cluster.gpus_per_decode
     if cluster.engine == "sglang" and unequal and policy.name == "planned":
         problems.append(

@@ -157,7 +157,8 @@ class _Flow:
             decodes[RESUMED] += old * placed
             decodes[FRESH] += (1.0 - old) * placed
             away += work.again * ended.sum(axis=(0, 1))
-        return useful - FLIP_COST * self._flip_s * (self._current - staying).sum(axis=1)
+        found: Floats = useful - FLIP_COST * self._flip_s * (self._current - staying).sum(axis=1)
+        return found
 
     def _step(self, decodes: Floats) -> Floats:
         """Seconds of a step of an instance with so many decodes."""

@@ -123,10 +123,11 @@ class _Setting:
             )
         prefill = sum(role is Role.PREFILL for role in self.roles.values())
         return role_policy(
-            self.policy,
-            (prefill, len(self.roles) - prefill),
-            (self.prefill.gpus, self.decode.gpus, self.scenario.hardware.gpus),
-            ProfileCosts(self.prefill),
+            self.policy.name,
+            self.policy.planning,
+            split=(prefill, len(self.roles) - prefill),
+            gpus=(self.prefill.gpus, self.decode.gpus, self.scenario.hardware.gpus),
+            costs=ProfileCosts(self.prefill),
             prefill_every=self.policy.prefill_every,
         )
 
@@ -174,7 +175,7 @@ async def _run(setting: _Setting, progress: Progress | None, record_to: Path | N
     )
     theta = profiled_speed(setting.prefill, setting.workload, setting.scenario.seed)
     injection = build_injection(setting.rollout)
-    scored = _Scored(build_forecaster(setting.policy.forecast, injection, theta))
+    scored = _Scored(build_forecaster(setting.policy.forecaster, injection, theta))
     # The other policies do not look at the forecast, so the cheapest one is good enough for them.
     forecaster: Forecaster = scored if setting.policy.name in ("adaptive", "planned") else Persistence()
     watch = _Watch()

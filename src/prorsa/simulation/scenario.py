@@ -14,6 +14,7 @@ from prorsa.config import (
     Batches,
     ConfigError,
     ForecastKind,
+    PolicyName,
     Positive,
     RolePolicy,
     Seconds,
@@ -63,12 +64,25 @@ class HardwareSection(Section):
 
 
 class PolicySection(RolePolicy):
-    name: Literal["adaptive", "planned", "static", "colocated", "clairvoyant"] = "adaptive"  # type: ignore[assignment]
-    """Those of a configuration (`prorsa.config.RolePolicy`), and `clairvoyant`, which knows the scripts."""
-    forecast: ForecastKind = "paper"
+    name: PolicyName | Literal["clairvoyant"] = "adaptive"
+    """Those of a configuration (`prorsa.config.Policy`), and `clairvoyant`, which knows the scripts."""
+    forecast: ForecastKind | None = None
+    """None: `survival` for `planned`, which needs it, else the paper's."""
     prefill_every: int = Field(default=0, ge=0)
     """Of mixed instances: 0 prefills whenever a prompt waits (SGLang's default); k aligns the prefills of all ranks and lets
     one step in k prefill while any rank decodes."""
+
+    @property
+    def forecaster(self) -> ForecastKind:
+        return self.forecast or ("survival" if self.name == "planned" else "paper")
+
+    @model_validator(mode="after")
+    def _possible(self) -> PolicySection:
+        if self.name == "planned" and self.forecaster != "survival":
+            raise ValueError(
+                f"policy.forecast={self.forecast}: policy.name=planned needs survival, which alone says what the work is"
+            )
+        return self
 
 
 class RolloutSection(Batches):
