@@ -25,6 +25,10 @@ EXACT = 8
 OCTAVE = 4
 SHRINK = 4.0
 """Turns of all indices together that the chance of one index is shrunk with."""
+MOST = 0.999
+"""No turn is sure to be the last."""
+LITTLE = 0.02
+"""Groups whose part of the variance is smaller are taken to have nothing in common."""
 FRAILTY = 1.0
 """Shape (and rate) of the gamma distribution that the groups' inclination to end is taken to have."""
 
@@ -67,8 +71,10 @@ class GroupLengths:
 
     def factors(self, groups: Sequence[str]) -> Floats:
         """Of each group."""
-        count, total = _pairs(self._groups, groups)
         share = self.share
+        if share < LITTLE:
+            return np.ones(len(groups))
+        count, total = _pairs(self._groups, groups)
         factors: Floats = np.exp((total - count * self._own.value) * share / (1.0 + (count - 1.0) * share))
         return factors
 
@@ -88,6 +94,8 @@ class GroupLengths:
 
     def _shift(self, count: int, total: float) -> float:
         share = self.share
+        if share < LITTLE:
+            return 0.0
         return (total - count * self._own.value) * share / (1.0 + (count - 1.0) * share)
 
 
@@ -101,8 +109,16 @@ class _Task:
         self.all_turns = self.all_last = 0.0
 
     def chance(self, place: int) -> float:
-        overall = (self.all_last + 0.5) / (self.all_turns + 2.0)
-        return min((self.last[place] + SHRINK * overall) / (self.turns[place] + SHRINK), 0.999)
+        return min((self.last[place] + SHRINK * self._overall) / (self.turns[place] + SHRINK), MOST)
+
+    def chances(self) -> Floats:
+        """`chance` of each place."""
+        chances = (np.array(self.last) + SHRINK * self._overall) / (np.array(self.turns) + SHRINK)
+        return np.minimum(chances, MOST)
+
+    @property
+    def _overall(self) -> float:
+        return (self.all_last + 0.5) / (self.all_turns + 2.0)
 
 
 class Endings:
@@ -146,7 +162,7 @@ class Endings:
         for code, name in enumerate(tasks):
             counts = self._tasks.get(name)
             if counts is not None:
-                table[code] = [counts.chance(place) for place in range(size)]
+                table[code] = counts.chances()
         ended, expected = _pairs(self._groups, groups)
         inclination = (FRAILTY + ended) / (FRAILTY + expected)
         chances: Floats = 1.0 - (1.0 - table[task, _places(turn)]) ** inclination[group]

@@ -20,9 +20,9 @@ from prorsa.forecast.work import AHEAD, SLICES, Work
 from prorsa.lifecycle.snapshot import MODES, Snapshot
 from prorsa.lifecycle.states import State
 
-BINS = 24
+BINS = 20
 """Bins of the grid in a horizon."""
-LAUNCH_TIMES = 8
+LAUNCH_TIMES = 4
 """The sampler's launches are worked out at so many moments of a horizon."""
 SPEEDS = 8
 """Classes of decode speed in which it doubles."""
@@ -197,7 +197,7 @@ class Outlook:
         expected = np.array([learnt.lengths.first(task) for task in self._tasks])
         prompts = np.where(known > 0, known, expected[snapshot.task[rows]])
         group = snapshot.group[rows]
-        cached = np.array([learnt.contexts.has_prompt(name) for name in self._groups])[group]
+        cached = np.array([learnt.contexts.has_prompt(self._groups[code]) for code in group.tolist()])
         # Of a group whose prompt nobody has computed yet, one member does.
         new = np.where(cached, SEED, prompts / np.bincount(group)[group])
         volume = np.array([cells.sums(), cells.sums(prompts)])
