@@ -15,11 +15,19 @@ from prorsa.config import ConfigError, apply_override, dump_config, load_config
 from prorsa.engines.sglang import SGLangEngine
 from prorsa.report import comparison as comparison_report
 from prorsa.simulation.experiments import plan as planning
+from prorsa.simulation.experiments import policies as policy_study
+from prorsa.simulation.experiments import policies_page
 from prorsa.simulation.experiments import reproduce as reproduction
 from prorsa.simulation.experiments.compare import compare
 from prorsa.simulation.experiments.grid import Grid
-from prorsa.simulation.experiments.settings import FULL, QUICK, scenario_path, shipped_scenarios
-from prorsa.simulation.experiments.terminal import GridProgress, advice_view, findings_tables
+from prorsa.simulation.experiments.settings import FULL, QUICK, Lab, scenario_path, shipped_scenarios
+from prorsa.simulation.experiments.terminal import (
+    GridProgress,
+    advice_view,
+    findings_tables,
+    jobs_view,
+    plain_table,
+)
 from prorsa.simulation.measure import Limits
 from prorsa.simulation.scenario import load_scenario
 
@@ -98,6 +106,16 @@ def add_reproduce(subparsers: Subparsers) -> None:
     sub = subparsers.add_parser("reproduce", help=text, description=text)
     sub.add_argument("--quick", action="store_true", help="smaller and fewer runs, the same figures; minutes")
     sub.add_argument("--only", nargs="+", default=[], metavar="FIGURE", help="print these figures and write no page")
+    sub.add_argument(
+        "--policies",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="instead: policies beside each other in the same settings; all writes a page, with verdicts",
+    )
+    sub.add_argument(
+        "--dry-run", action="store_true", help="of --policies: print the runs and what they take, and stop"
+    )
     sub.add_argument("--out", metavar="DIR", help="where the page goes (default docs; runs/reproduction with --quick)")
     sub.add_argument("--keep", default="runs/reproduction", metavar="DIR", help="finished runs; it goes on from them")
     sub.add_argument("--workers", type=int, default=2, help="processes (default 2)")
@@ -180,12 +198,39 @@ def make_plan(parsed: argparse.Namespace) -> int:
 
 def reproduce(parsed: argparse.Namespace) -> int:
     check_workers(parsed.workers)
+    if parsed.policies:
+        return reproduce_policies(parsed)
+    if parsed.dry_run:
+        raise ConfigError("--dry-run: only the runs of --policies can be told before they run; name some policies")
     figures, budget = reproduction.figures_named(parsed.only), QUICK if parsed.quick else FULL
     with GridProgress(console) as progress:
         found = reproduction.reproduce(figures, budget, Path(parsed.keep), progress, parsed.workers)
     for table in findings_tables(found):
         console.print(table)
     if not parsed.only:
-        directory = Path(parsed.out or ("runs/reproduction" if parsed.quick else "docs"))
-        console.print(f"page {reproduction.write_page(found, budget, directory)}", soft_wrap=True)
+        console.print(f"page {reproduction.write_page(found, budget, _directory(parsed))}", soft_wrap=True)
     return 0
+
+
+def reproduce_policies(parsed: argparse.Namespace) -> int:
+    if parsed.only:
+        raise ConfigError(f"--only {' '.join(parsed.only)}: a figure of the paper; leave it out, or --policies")
+    policies = policy_study.policies_named(parsed.policies)
+    effort = policy_study.QUICK_EFFORT if parsed.quick else policy_study.FULL_EFFORT
+    if parsed.dry_run:
+        for line in jobs_view(policy_study.rehearsed(effort, policies)):
+            console.print(line, highlight=False, soft_wrap=True)
+        return 0
+    with GridProgress(console) as progress, reproduction.pool(parsed.workers) as executor:
+        study = policy_study.Study(effort, Lab(effort.budget, Grid(executor, Path(parsed.keep), progress)), policies)
+        study.run()
+    if policies == set(policy_study.POLICIES):
+        console.print(f"page {policies_page.write(study, _directory(parsed))}", soft_wrap=True)
+    else:
+        console.print(plain_table(policies_page.times_table(study, policies)))
+    return 0
+
+
+def _directory(parsed: argparse.Namespace) -> Path:
+    """Where the page goes."""
+    return Path(parsed.out or ("runs/reproduction" if parsed.quick else "docs"))

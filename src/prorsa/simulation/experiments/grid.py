@@ -106,6 +106,10 @@ class Grid:
         """Of a job that has run. Raises KeyError."""
         return self._outcomes[job.key]
 
+    def knows(self, job: Job) -> bool:
+        """Whether the job has run, here or in an interrupted process."""
+        return self._known(job.key)
+
     def run(self, jobs: Iterable[Job]) -> None:
         """Run the jobs that no earlier call, here or in an interrupted process, has run.
 

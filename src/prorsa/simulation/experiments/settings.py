@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
@@ -49,6 +49,11 @@ class Setting:
     @property
     def scenario_name(self) -> str:
         return f"{self.model}-{self.task}"
+
+    @property
+    def on_policy(self) -> Setting:
+        """Of the same model and task."""
+        return replace(self, staleness="on-policy")
 
 
 def spoken(staleness: str) -> str:

@@ -10,9 +10,11 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from prorsa.simulation.experiments import page
 from prorsa.simulation.experiments.grid import Job
 from prorsa.simulation.experiments.page import Section
 from prorsa.simulation.experiments.plan import WORTH, Advice, Interval, Request
+from prorsa.simulation.experiments.policies import reckoned_s
 from prorsa.simulation.experiments.verdicts import Verdict
 
 COLOURS = {Verdict.AGREES: "green", Verdict.DIRECTION: "yellow", Verdict.DIFFERS: "red"}
@@ -55,6 +57,29 @@ def findings_tables(found: Sequence[Section]) -> list[Table]:
                 table.add_row(finding.row, finding.paper, finding.ours, judged)
             tables.append(table)
     return tables
+
+
+def plain_table(table: page.Table) -> Table:
+    shown = Table()
+    for column in table.header:
+        shown.add_column(column)
+    for row in table.rows:
+        shown.add_row(*row)
+    return shown
+
+
+def jobs_view(jobs: Sequence[Job]) -> list[str]:
+    """Each run with its seed, its load and what it takes, and what all take."""
+    lines = []
+    for job in jobs:
+        rollout = job.scenario.rollout
+        told = f"{rollout.mode}, staleness {rollout.max_staleness}, load {rollout.load:g}, seed {job.scenario.seed}"
+        lines.append(f"{reckoned_s(job):6.1f} s  {job}, {told}")
+    total = sum(map(reckoned_s, jobs))
+    return [
+        *lines,
+        f"{len(jobs)} runs, about {total:.0f} CPU seconds; which they are depends on the first ones' results",
+    ]
 
 
 def advice_view(request: Request, advice: Advice) -> list[RenderableType]:
