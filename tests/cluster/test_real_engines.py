@@ -92,6 +92,7 @@ async def undisturbed(control: ControlPlane, launcher: EmbeddedLauncher) -> None
 
 async def flips(control: ControlPlane, launcher: EmbeddedLauncher) -> None:
     targets = Allocation(3, 1), Allocation(1, 3), Allocation(1, 1, 2), Allocation(0, 0, 4), Allocation(2, 2)
+    control.router.even_out(True)
     for share, target in zip((0.1, 0.25, 0.4, 0.55, 0.7), targets, strict=True):
         await generated(control, share)
         await control.switcher.apply(target)

@@ -14,7 +14,7 @@ REMEMBERED = 1 << 16
 """Prefixes whose place is remembered, the latest used ones."""
 
 UNEVEN = 1.1
-"""A decode moves where the instance that it leaves is still so many times as full as the one that it goes to."""
+"""A decode moves where the instance that it leaves is so many times as full as the one that it goes to will be."""
 
 Prefix = str | int
 Way = tuple[Instance, Instance]
@@ -102,8 +102,8 @@ def choose_moves(
     """Which decodes leave fuller `instances`, and for which emptier `targets` (some of them): `most` at a time, the shortest
     contexts first.
 
-    A move leaves the instance that it is from fuller than the one that it goes to, both by the share of its KV cache and by
-    its batch. So it evens out, and none is ever the reason for another one.
+    The instance that a move is from was fuller, both by the share of its KV cache and by its batch, than the one that it goes
+    to is after it. So every move evens out, and moves end.
     """
     kv = {instance.name: instance.kv_tokens for instance in instances}
     batch = {instance.name: instance.decodes for instance in instances}
@@ -112,8 +112,8 @@ def choose_moves(
         return kv[instance.name] / instance.capacity
 
     def evens(source: Instance, target: Instance, tokens: int) -> bool:
-        after = (kv[source.name] - tokens) / source.capacity, (kv[target.name] + tokens) / target.capacity
-        return after[0] >= UNEVEN * after[1] and batch[source.name] - 1 >= UNEVEN * (batch[target.name] + 1)
+        share_there = (kv[target.name] + tokens) / target.capacity
+        return share(source) >= UNEVEN * share_there and batch[source.name] >= UNEVEN * (batch[target.name] + 1)
 
     emptiest = min(targets, key=share, default=None)
     if emptiest is None or not any(evens(instance, emptiest, 0) for instance in instances):

@@ -139,7 +139,7 @@ class Router:
         """Whether, from now on, decodes of fuller instances move to emptier ones, such as those that have just joined:
         cancelled and sent again, no more at a time than prefill has slots for, and only while nothing waits."""
         self._evens_out = wanted
-        self._move()
+        self._move_decodes()
 
     async def cancel_all(self, reason: str) -> int:
         return await self._cancel(list(self._live), reason)
@@ -194,10 +194,10 @@ class Router:
             self._ready.popleft()
             if not turn.outcome.done():
                 self._launch(turn, *pair)
-        self._move()
+        self._move_decodes()
         self._watch_queue()
 
-    def _move(self) -> None:
+    def _move_decodes(self) -> None:
         """Take the next few decodes off fuller instances, when those before have been placed."""
         self._moving = [turn for turn in self._moving if not (turn.outcome.done() or turn.in_service)]
         if not self._evens_out or self._ready or self._moving or self._paused:
