@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -48,6 +49,8 @@ NEVER_WAITS = 1 << 14
 """Bytes that a connection with an empty buffer takes at once, below asyncio's high-water mark."""
 BACKLOG = 4096
 """Connections that may wait to be accepted (the system may allow fewer): agents come by the thousand, all at once."""
+ACCEPTERS = 16
+"""Connections that are accepted in a step of the loop at most: uvloop takes one for each descriptor that it listens with."""
 STOPPING = "the gateway is stopping"
 RUNNING: web.RequestKey[Running] = web.RequestKey("running", Running)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -275,9 +278,8 @@ async def listening(gateway: Gateway, host: str, port: int) -> AsyncIterator[str
     )
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port, backlog=BACKLOG)
         try:
-            await site.start()
+            await _listen(runner, host, port)
         except OSError as error:
             problem = f"gateway.host={host!r}, gateway.port={port}: cannot listen there ({error.strerror})"
             raise ConfigError(f"{problem}; choose others, or port 0 to let the system choose") from error
@@ -286,3 +288,12 @@ async def listening(gateway: Gateway, host: str, port: int) -> AsyncIterator[str
     finally:
         gateway.stop()
         await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
+    """At each address of the host. Raises OSError."""
+    infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, *_, address in infos:
+        with socket.create_server(address[:2], family=family, backlog=BACKLOG) as listener:
+            for _ in range(ACCEPTERS):
+                await web.SockSite(runner, listener.dup(), backlog=BACKLOG).start()
