@@ -106,7 +106,9 @@ def _introduction(budget: Budget) -> str:
         f"within {100 * RATIO_TOLERANCE:.0f} % of the paper's, a time within {100 * TIME_TOLERANCE:.0f} %; what *agrees in "
         "direction* means stands with each figure. Where nothing else is said, it is being on the same side of 1.\n\n"
         f"Steps of a run: on-policy {sync}; else {overlapped}; {budget.long_steps} where steps are compared with each "
-        f"other. Load: {budget.load:g} of that of the scenarios, {budget.long_load:g} in the latter runs."
+        f"other. Load: {budget.load:g} of that of the scenarios, {budget.long_load:g} in the latter runs.\n\n"
+        "The same settings under every policy, seed by seed: [policy-measured.md](policy-measured.md), by "
+        "`prorsa reproduce --policies all`."
     )
 
 
