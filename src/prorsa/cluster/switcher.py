@@ -116,7 +116,8 @@ class RoleSwitcher:
     async def apply(self, target: Allocation, patience: float = 0.0) -> list[Flip]:
         """Flip as few instances as bring the roles in service to `target`, in two waves where one would stop all service.
 
-        An instance may go on for `patience` seconds with what it serves before that is cancelled."""
+        An instance may go on for `patience` seconds with what it serves before that is cancelled.
+        """
         async with self.lock:
             return await self.reach(target, patience)
 
