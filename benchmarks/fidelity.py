@@ -16,6 +16,7 @@ from statistics import fmean, median
 
 from prorsa.assembly import build_control, build_environment, build_task, instance_roles
 from prorsa.cluster.control import ControlPlane
+from prorsa.cluster.observers import TurnRecord
 from prorsa.config import Config, dump_config
 from prorsa.engines.protocol import Engine
 from prorsa.lifecycle import Done, Sampled, read_trace
@@ -122,7 +123,7 @@ async def recorded(
         usage.stop()
         await control.stop()
     turns = read_run(directory).turns
-    figures = _figures(directory, usage.seconds, inter_token_latencies(turns).overall_p50)
+    figures = _figures(directory, turns, usage.seconds, inter_token_latencies(turns).overall_p50)
     return Batch(directory, config, figures, usage.client / len(turns), usage.others)
 
 
@@ -171,8 +172,7 @@ def _cpu_seconds(pid: int) -> float:
     return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
-def _figures(directory: Path, seconds: float, latency: float) -> Figures:
-    turns = read_run(directory).turns
+def _figures(directory: Path, turns: Sequence[TurnRecord], seconds: float, latency: float) -> Figures:
     return Figures(
         rollout=seconds,
         trajectory=_trajectory_seconds(directory),
@@ -221,7 +221,8 @@ async def _simulate(batch: Batch, make_cluster: MakeCluster) -> Figures:
         await control.stop()
         cluster.check()
         recorder.close()
-        return _figures(Path(directory), seconds, cluster.statistics.itl.percentile(0.5))
+        turns = read_run(directory).turns
+        return _figures(Path(directory), turns, seconds, cluster.statistics.itl.percentile(0.5))
 
 
 # The comparison.
