@@ -1,4 +1,4 @@
-"""The event loop of `prorsa serve`: its clock is exact and its timers are never early, which uvloop alone does not promise."""
+"""The event loop of `prorsa serve`: its clock is exact and no timer is early, neither of which uvloop alone promises."""
 
 from __future__ import annotations
 
