@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from story import Story, trajectory
 from synthetic_rollout import INSTANCES, SyntheticRollout
 
-from prorsa.forecast import ReplaceOnReward, SurvivalForecaster
+from prorsa.forecast import ReplaceOnReward, SurvivalForecaster, WindowMeter, wape
 from prorsa.forecast.work import AHEAD, SLICES
 from prorsa.lifecycle.states import State
 
@@ -57,3 +58,72 @@ def test_more_comes_in_a_longer_horizon(seed, synchronous, time):
         # A coarser grid moves a little across the end of the horizon.
         assert values[1] >= 0.9 * values[0] - 1.0
         assert values[2] >= 0.9 * values[1] - 1.0
+
+
+def taught(*more):
+    """A story after 400 trajectories alike: 100 tokens of prompt, a turn of 200 tokens in 2 s, a tool of 4 s, such a turn."""
+    forecaster = SurvivalForecaster(None, 1e6)
+    story = Story(forecaster)
+    how = {"startup": 1.0, "first": 100, "prefill": 0.05, "decode": 2.0, "output": 200, "reward": 1.0}
+    past = [trajectory(f"past{n}", n / 10, group=f"p{n}", tools=(("python", 4.0, 50),), **how) for n in range(400)]
+    story.tell_all(*past)
+    story.tell_all(*(trajectory(**how | one) for one in more))
+    return forecaster, story
+
+
+def test_two_trajectories_by_hand():
+    """One has been in its tool for 3 of 4 s, one decodes its first turn for 1 of 2 s."""
+    now = 100.0
+    in_tool = {"name": "a", "at": now - 6.05, "until": State.TOOL, "tools": (("python", 4.0, 50),)}
+    decoding = {"name": "b", "at": now - 2.05, "until": State.DECODE}
+    forecaster, story = taught(in_tool, decoding)
+    made = forecaster.forecast(story.snapshot(now), HORIZON, ["p0"])
+    # The tool returns in 1 s with 100 + 200 + 50 tokens; the decode ends in 1 s, and its tool returns 4 s later.
+    assert made.tool == pytest.approx(350, rel=0.05)
+    assert made.from_decode == pytest.approx(350, rel=0.1)
+    assert made.admitted_tokens == pytest.approx(700, rel=0.1)
+    # Of 350 tokens, the 300 of the context are cached.
+    assert made.uncached_tokens == pytest.approx(100, rel=0.1)
+    # Turns: that of b, and the last ones of both.
+    assert made.completed_turns == pytest.approx(3, rel=0.1)
+    work = made.work
+    assert (work.queued, work.decoding) == (0, 1)
+    assert work.decoding_context == pytest.approx(200, rel=0.05)
+    assert sum(work.returns) == pytest.approx(1, rel=0.05)
+    assert work.returns[0] == pytest.approx(1, rel=0.05)
+    assert work.away == pytest.approx(4.0, rel=0.15)
+    assert work.turn_new == pytest.approx(51, rel=0.1)
+    assert work.token_s == pytest.approx(0.01, rel=0.05)
+
+
+def test_a_lost_cache_is_computed_anew():
+    now = 100.0
+    in_tool = {"name": "a", "at": now - 6.05, "until": State.TOOL, "tools": (("python", 4.0, 50),)}
+    forecaster, story = taught(in_tool)
+    before = forecaster.forecast(story.snapshot(now), HORIZON, ["p0"])
+    forecaster.caches_lost()
+    after = forecaster.forecast(story.snapshot(now), HORIZON, ["p0"])
+    assert before.uncached_tokens < 0.2 * before.prefill_tokens
+    assert after.uncached_tokens == pytest.approx(after.prefill_tokens, rel=0.05)
+
+
+# The sampler's rule looks one step ahead: of trajectories that end and are replaced within a minute it says nothing.
+@pytest.mark.parametrize(("horizon", "bias"), [(10.0, 0.05), (30.0, 0.1), (60.0, 0.2)])
+def test_arrivals_are_right_on_average_and_better_than_those_of_the_last_window(horizon, bias):
+    """Against rollouts drawn from the same distributions: an independent simulation of what the forecast works out."""
+    rollout = SyntheticRollout(0, synchronous=False)
+    forecaster, meter = SurvivalForecaster(ReplaceOnReward(), 30_000.0), WindowMeter()
+    rollout.listeners += [forecaster.observe, meter.observe]
+    pairs = []
+    for window in range(int(900 / horizon)):
+        rollout.run_until(window * horizon)
+        pairs += meter.finished(rollout.time)
+        meter.open(forecaster.forecast(rollout.tracker.snapshot(rollout.time), horizon, INSTANCES))
+    pairs = pairs[int(120 / horizon) :]
+    said = [made.prefill_tokens - made.backlog for made, _ in pairs]
+    came = [real.arrived_tokens for _, real in pairs]
+    assert sum(said) == pytest.approx(sum(came), rel=bias)
+    if horizon == 10.0:
+        near = [abs(a - b) <= 2 * made.prefill_sd for a, b, (made, _) in zip(said, came, pairs, strict=True)]
+        assert np.mean(near) > 0.85
+        assert wape(said[1:], came[1:]) < 0.7 * wape(came[:-1], came[1:])

@@ -7,7 +7,7 @@ their turns is 0.6 to 0.8. What is known of a group is shrunk towards nothing in
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, repeat
 
 import numpy as np
@@ -149,24 +149,25 @@ class Endings:
         self._groups[group] = (ended + last, expected - math.log1p(-counts.chance(place)))
 
     def chances(
-        self,
-        tasks: Sequence[str],
-        groups: Sequence[str],
-        task: NDArray[np.int32],
-        group: NDArray[np.int32],
-        turn: NDArray[np.int32],
-    ) -> Floats:
-        """Of each row, by its codes in `tasks` and `groups`; 0 for a task of which no turn has ended."""
-        size = EXACT + 20 * OCTAVE
-        table = np.zeros((max(len(tasks), 1), size))
+        self, tasks: Sequence[str], groups: Sequence[str]
+    ) -> Callable[[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]], Floats]:
+        """The chances of rows by their codes in `tasks` and `groups` and the indices of their turns.
+
+        0 for a task of which no turn has ended.
+        """
+        table = np.zeros((len(tasks), EXACT + 20 * OCTAVE))
         for code, name in enumerate(tasks):
             counts = self._tasks.get(name)
             if counts is not None:
                 table[code] = counts.chances()
         ended, expected = _pairs(self._groups, groups)
         inclination = (FRAILTY + ended) / (FRAILTY + expected)
-        chances: Floats = 1.0 - (1.0 - table[task, _places(turn)]) ** inclination[group]
-        return chances
+
+        def of(task: NDArray[np.int32], group: NDArray[np.int32], turn: NDArray[np.int32]) -> Floats:
+            chances: Floats = 1.0 - (1.0 - table[task, _places(turn)]) ** inclination[group]
+            return chances
+
+        return of
 
     def forget(self, group: str) -> None:
         """None of it is live any more."""

@@ -88,9 +88,12 @@ class Outlook:
         self._groups = snapshot.names.groups or ("",)
         self._appended = np.array([learnt.lengths.appended_by_any(task) for task in self._tasks])
         self._fixed, self._slope = learnt.prefill_time.line()
-        self._goes_on = 1.0 - learnt.endings.chances(
-            self._tasks, self._groups, snapshot.task, snapshot.group, snapshot.turn
-        )
+        chances = learnt.endings.chances(self._tasks, self._groups)
+        self._goes_on = 1.0 - chances(snapshot.task, snapshot.group, snapshot.turn)
+        # The turn after the present one, for those that have one to end first.
+        busy = np.isin(snapshot.state, (State.READY, State.PREFILL, State.DECODE))
+        self._comes = np.where(busy, self._goes_on, 1.0)
+        self._then_goes_on = 1.0 - chances(snapshot.task, snapshot.group, snapshot.turn + busy)
 
     def forecast(self) -> Forecast:
         tools, tool_kernel, away = self._in_tools()
@@ -263,7 +266,10 @@ class Outlook:
         everybody = np.arange(len(snapshot))
         lengths = self._mean_by_task(everybody, usual[snapshot.group])
         kernel = fresh.kernel(every, none, mean_speed * grid.step / np.maximum(lengths, _TINY), BINS)
-        later = Turns(kernel, self._mean_by_task(everybody, self._goes_on), mean_speed)
+        goes_on = self._by_task(everybody, self._comes * self._then_goes_on) / np.maximum(
+            self._by_task(everybody, self._comes), _TINY
+        )
+        later = Turns(kernel, goes_on, mean_speed)
         output = fresh.left(every, none) * lengths
         shape = (2, len(self._tasks), BINS)
         if not len(rows):

@@ -90,6 +90,8 @@ class _Errors:
     """How much larger than expected errors are."""
 
     _squared: float = 1.0
+    _count: int = 1
+    """The first one is imagined, and as large as expected."""
 
     @property
     def factor(self) -> float:
@@ -98,4 +100,6 @@ class _Errors:
     def add(self, error: float, deviation: float) -> None:
         """`deviation` is the standard deviation that was announced, this factor included."""
         if deviation > 0.0:
-            self._squared *= 1.0 + SPREAD * (min((error / deviation) ** 2, OUTLIER) - 1.0)
+            self._count += 1
+            weight = max(SPREAD, 1.0 / self._count)
+            self._squared *= 1.0 + weight * (min((error / deviation) ** 2, OUTLIER) - 1.0)

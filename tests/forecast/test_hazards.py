@@ -1,0 +1,78 @@
+"""Survival curves, against counts of samples."""
+
+import math
+
+import numpy as np
+import pytest
+
+from prorsa.forecast.hazards import HALF_LIFE, Hazards
+
+NOBODY = np.zeros(0, dtype=np.intp), np.zeros(0), np.zeros(0)
+FIRST = np.zeros(1, dtype=np.intp)
+
+
+def beyond(curves, value):
+    return float(curves.beyond(FIRST, np.array([value]))[0])
+
+
+def test_curves_are_those_of_the_samples():
+    values = np.random.default_rng(0).lognormal(1.0, 1.0, 20_000)
+    hazards = Hazards()
+    for value in values:
+        hazards.add(("task", "tool"), value, 0.0)
+    curves = hazards.curves([("task", "tool")], *NOBODY, 0.0)
+    for value in (0.5, 2.0, 3.0, 8.0, 20.0):
+        assert beyond(curves, value) == pytest.approx(np.mean(values > value), abs=0.01)
+    assert curves.left(FIRST, np.array([5.0]))[0] == pytest.approx(np.mean(values[values > 5] - 5), rel=0.05)
+    chance, mean = curves.within(FIRST, 10.0)
+    assert chance[0] == pytest.approx(np.mean(values < 10), abs=0.01)
+    assert mean[0] == pytest.approx(np.mean(values[values < 10]), rel=0.05)
+    ends = curves.ends(FIRST, np.array([2.0]), np.array([1.5]), 4)[0]
+    late = values[values > 2.0]
+    assert ends == pytest.approx([np.mean((late > a) & (late <= a + 1.5)) for a in (2.0, 3.5, 5.0, 6.5)], abs=0.01)
+
+
+def test_what_still_runs_counts_as_far_as_it_has_got():
+    # Of 2,000 operations that take 1 s or 100 s, the slow half still runs after 10 s.
+    hazards = Hazards()
+    for _ in range(1000):
+        hazards.add(("task",), 1.0, 0.0)
+    running = np.zeros(1, dtype=np.intp), np.array([10.0]), np.array([1000.0])
+    assert beyond(hazards.curves([("task",)], *NOBODY, 10.0), 5.0) < 0.01
+    assert beyond(hazards.curves([("task",)], *running, 10.0), 5.0) == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_class_without_samples_is_like_the_one_around_it():
+    hazards = Hazards()
+    for _ in range(1000):
+        hazards.add(("task", "known"), 4.0, 0.0)
+    new, known = hazards.curves([("task", "new"), ("task", "known")], *NOBODY, 0.0)._survival
+    assert new == pytest.approx(known, abs=0.01)
+
+
+def test_without_any_sample_a_value_is_expected_to_get_twice_as_far():
+    curves = Hazards().curves([("task",)], *NOBODY, 0.0)
+    assert beyond(curves, 8.0) / beyond(curves, 4.0) == pytest.approx(0.25)
+    assert curves.left(FIRST, np.array([10.0]))[0] == pytest.approx(10.0, rel=0.1)
+
+
+def test_what_never_ends_stays():
+    hazards = Hazards()
+    for _ in range(500):
+        hazards.add(("task",), 1.0, 0.0)
+        hazards.add(("task",), math.inf, 0.0)
+    assert beyond(hazards.curves([("task",)], *NOBODY, 0.0), 1000.0) == pytest.approx(0.5, abs=0.02)
+
+
+def test_what_began_a_half_life_ago_counts_half():
+    hazards = Hazards()
+    for _ in range(1000):
+        hazards.add(("task",), 1.0, 0.0)
+        hazards.add(("task",), 100.0, HALF_LIFE)
+    curves = hazards.curves([("task",)], *NOBODY, HALF_LIFE)
+    assert beyond(curves, 10.0) == pytest.approx(2 / 3, abs=0.01)
+    # Long after, the weights have been rewritten; old samples weigh nothing beside new ones.
+    late = 200 * HALF_LIFE
+    for _ in range(1000):
+        hazards.add(("task",), 100.0, late)
+    assert beyond(hazards.curves([("task",)], *NOBODY, late), 10.0) > 0.98
