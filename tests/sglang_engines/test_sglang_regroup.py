@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from sglang_bench import (
     LANE,
+    LONG,
     MODEL,
     PYTHON,
     START_SECONDS,
@@ -65,6 +66,7 @@ async def cluster(directory: Path) -> AsyncIterator[tuple[SGLangLauncher, Contro
         await launcher.close()
 
 
+@LONG
 def test_instances_give_their_gpus_to_each_other_and_no_session_notices(tmp_path: Path) -> None:
     async def main() -> None:
         expected = await undisturbed(MODEL, tmp_path / "reference", COUNT)

@@ -12,6 +12,7 @@ import numpy as np
 from safetensors.numpy import load_file
 from sglang_bench import (
     LANE,
+    LONG,
     MODEL,
     TEST_SECONDS,
     D,
@@ -65,6 +66,7 @@ async def of_cluster(control: ControlPlane, name: str) -> list[tuple[int, ...]]:
     return outputs
 
 
+@LONG
 def test_tensors_reach_every_engine_and_one_that_restarts(tmp_path: Path) -> None:
     async def main() -> None:
         tensors = noisy_tensors()

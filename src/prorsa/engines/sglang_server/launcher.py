@@ -354,6 +354,8 @@ def _environment(device: str) -> dict[str, str]:
             "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_EXTERNAL_MODEL_PACKAGE": "prorsa.engines.sglang_server.cpu_models",
             "PYTHONPATH": os.pathsep.join([str(STANDINS), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            # With a stand-in for triton PyTorch's compiler, which SGLang uses under tensor parallelism, does not end.
+            "TORCHDYNAMO_DISABLE": "1",
             # One thread each: a pool of engines shares the machine.
             "OMP_NUM_THREADS": "1",
         }
