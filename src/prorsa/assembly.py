@@ -133,6 +133,7 @@ def build_policy(config: Config) -> Policy:
         split=policy.initial_split(cluster.instances),
         gpus=(cluster.gpus_per_prefill, cluster.gpus_per_decode, cluster.budget),
         costs=costs,
+        prefill_slots=Limits().prefill_slots,
         flips_to_mixed=cluster.engine != "sglang",
     )
 
@@ -144,6 +145,7 @@ def role_policy(
     split: tuple[int, int],
     gpus: tuple[int, int, int],
     costs: EngineCosts | None,
+    prefill_slots: int,
     flips_to_mixed: bool = True,
     prefill_every: int = 0,
 ) -> Policy:
@@ -161,6 +163,7 @@ def role_policy(
             return Planned(
                 costs,
                 mixed=planning.mixed and flips_to_mixed,
+                prefill_slots=prefill_slots,
                 prefill_every=prefill_every,
                 gain=planning.gain,
                 even_out=planning.even_out,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prorsa.allocation import Allocation, Demand, Planned, Situation
-from prorsa.allocation.outlook import FILLED, FLIP_COST, Bounds, yields
+from prorsa.allocation.outlook import CROWDED, FLIP_COST, Bounds, yields
 from prorsa.forecast import Work
 
 DEMAND = Demand(prefill_tokens=0, prefill_speed=1000, horizon=10.0, decode_tokens=0, decode_capacity=1e9)
@@ -83,19 +83,29 @@ def test_a_flip_costs_what_the_instance_does_not_do_meanwhile() -> None:
 def test_a_queue_without_end_keeps_every_prefill_instance_busy() -> None:
     work = replace(NOTHING, queued=1e9, queued_new=1000, turn_output=1e12, turn_new=1000)
     one, two = yields(work, Allocation(2, 1), [Allocation(1, 1), Allocation(2, 1)], Plain(flip_s=0.0), ROOMY)
-    # Per second and instance, FILLED prefills; what they decode afterwards comes on top.
-    assert one > 30.0 * FILLED
-    assert two - one > 30.0 * FILLED
+    # One prefill a second and instance; what they decode afterwards comes on top.
+    assert one > 30.0
+    assert two - one > 30.0
 
 
-def test_a_mixed_instance_decodes_in_the_steps_between_prompts() -> None:
+def test_slots_bound_how_busy_a_prefill_instance_gets() -> None:
     work = replace(
         NOTHING, queued=1e9, queued_new=1000, turn_output=1e12, decoding=1, decoding_left=1e12, decoding_context=1
     )
+    now = Allocation(1, 1)
+    free, bound = (
+        yields(work, now, [now], FLAT, Bounds(1e9, prefill_slots=slots))[0] for slots in (np.inf, 0.5 + CROWDED / 4)
+    )
+    # 30 prefills of 1 s; 1 decode at first, and 1 more a second, each with 10 tokens a second of 0.1 s.
+    assert free == pytest.approx(30 + 30 + 30**2 / 2, rel=0.03)
+    # At u = 1/2 a request takes (1 + CROWDED / 2) s, and half of one comes in a second: so many slots give half the speed.
+    assert bound == pytest.approx(15 + 30 + 15 * 30 / 2, rel=0.03)
+
+
+def test_mixed_ranks_that_always_prefill_do_not_decode() -> None:
+    work = replace(NOTHING, queued=1e9, queued_new=1000, decoding=1, decoding_left=1e12, decoding_context=1)
     (found,) = yields(work, Allocation(0, 0, 1), [Allocation(0, 0, 1)], FLAT, ROOMY)
-    # FILLED = 0.9 prompts a second take 0.9 s of it; in the rest is a step of 0.1 s, with a token of every decode: 1 at
-    # first, and 0.9 more each second. 27 prompts of 1 s, and 30 + 0.9 * 30^2 / 2 tokens of 0.1 s.
-    assert found == pytest.approx(27.0 + 43.5, rel=0.05)
+    assert found == pytest.approx(30.0, rel=0.02)
 
 
 amounts = st.floats(0, 500)

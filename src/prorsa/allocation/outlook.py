@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +33,6 @@ STEPS = 60
 """Of the flow; stages that are shorter are smoothed, not lost."""
 STAYED, RESUMED, FRESH = range(3)
 """Decodes that go on where they are, that go on after they were cancelled, and that have yet to begin."""
-FILLED = 0.9
-"""Share of the speed with all ranks prefilling full chunks that instances reach whose ranks have queues of their own."""
 FLIP_COST = 0.1
 """What a flip costs beside its dead time, as a part of that: the caches that it empties."""
 CROWDED = 4.5
@@ -52,6 +50,8 @@ class Bounds:
 
     kv_tokens: float
     """C, of one instance."""
+    prefill_slots: float = inf
+    """Requests that the router lets an instance prefill at once."""
     prefill_every: int = 1
     """Cadence k of mixed instances."""
     even_out: bool = False
@@ -89,6 +89,7 @@ class _Flow:
         self._mean_step_s = np.zeros(len(candidates))
         self._every = max(bounds.prefill_every, 1)
         self._even_out = bounds.even_out
+        self._slots = bounds.prefill_slots
         self._room = max(bounds.kv_tokens / self._context, 1.0)
         decoding = max(work.decoding / max(current.decode + current.mixed, 1), 1.0)
         expected = self._step(np.array([decoding]))[0]
@@ -138,7 +139,7 @@ class _Flow:
             by_split = np.where(decode > 0, np.minimum(prefill * dt / prefill_s, room), 0.0)
             by_mixed = np.minimum(self._fastest(both, mixed) * mixed * dt, np.maximum(mixed * self._room - both, 0.0))
             able_to = by_split + by_mixed
-            started = np.minimum(able_to * self._busy(queued, able_to / dt), queued)
+            started = np.minimum(able_to * self._busy(queued, prefill + mixed, able_to / dt), queued)
             to_mixed = np.divide(started * by_mixed, able_to, out=np.zeros(rows), where=able_to > 0)
             placed = np.array([started - to_mixed, to_mixed])
             old = np.divide(resumed, queued, out=np.zeros(rows), where=queued > 0)
@@ -165,14 +166,15 @@ class _Flow:
         seconds: Floats = np.interp(decodes, BATCHES, self._step_s)
         return seconds
 
-    def _busy(self, queued: Floats, rate: Floats) -> Floats:
+    def _busy(self, queued: Floats, instances: Floats, rate: Floats) -> Floats:
         """The share u of their fastest `rate`, prefills a second, at which instances work with so many requests there.
 
         A request takes 1 + CROWDED u times what it takes alone, and as many are there as come in that time (Little): solved
-        for u.
+        for u. No more are there than the instances have slots.
         """
-        there = np.divide(queued, rate * self._alone_s, out=np.zeros(len(queued)), where=rate > 0)
-        busy: Floats = np.minimum((np.sqrt(1.0 + 4.0 * CROWDED * there) - 1.0) / (2.0 * CROWDED), FILLED)
+        there = np.minimum(queued, self._slots * np.maximum(instances, 1.0))
+        there = np.divide(there, rate * self._alone_s, out=np.zeros(len(queued)), where=rate > 0)
+        busy: Floats = np.minimum((np.sqrt(1.0 + 4.0 * CROWDED * there) - 1.0) / (2.0 * CROWDED), 1.0)
         return busy
 
     def _fastest(self, decodes: Floats, mixed: Floats) -> Floats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
@@ -22,6 +23,8 @@ class Planned(Policy):
     costs: EngineCosts
     mixed: bool = True
     """Whether instances may become mixed while they run."""
+    prefill_slots: float = inf
+    """Requests that the router lets an instance prefill at once."""
     prefill_every: int = 0
     """Cadence of mixed instances: one step in so many may prefill; 0 is every one."""
     gain: float = 0.01
@@ -44,7 +47,7 @@ class Planned(Policy):
         candidates = self._candidates(current)
         if len(candidates) < 2 or not work.token_s:
             return current
-        bounds = Bounds(situation.demand.decode_capacity, self.prefill_every, self.even_out)
+        bounds = Bounds(situation.demand.decode_capacity, self.prefill_slots, self.prefill_every, self.even_out)
         found = yields(work, current, candidates, self.costs, bounds)
         best = int(np.argmax(found))
         return candidates[best] if found[best] > found[candidates.index(current)] * (1.0 + self.gain) else current

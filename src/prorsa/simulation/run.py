@@ -101,6 +101,10 @@ class _Setting:
     def group_size(self) -> int:
         return self.rollout.group_size
 
+    @property
+    def prefill_slots(self) -> int:
+        return PREFILLS_A_RANK * self.prefill.ranks
+
     def groups(self, count: int) -> int:
         return max(1, round(count * self.rollout.load))
 
@@ -128,6 +132,7 @@ class _Setting:
             split=(prefill, len(self.roles) - prefill),
             gpus=(self.prefill.gpus, self.decode.gpus, self.scenario.hardware.gpus),
             costs=ProfileCosts(self.prefill),
+            prefill_slots=self.prefill_slots,
             prefill_every=self.policy.prefill_every,
         )
 
@@ -192,7 +197,7 @@ async def _run(setting: _Setting, progress: Progress | None, record_to: Path | N
             restarter=cluster,
             observers=[watch] if recorder is None else [watch, recorder],
             limits=Limits(
-                prefill_slots=PREFILLS_A_RANK * setting.prefill.ranks,
+                prefill_slots=setting.prefill_slots,
                 decode_slots=setting.decode.ranks * setting.decode.max_running,
             ),
             health_limits=HealthLimits(interval=HEALTH_INTERVAL),
