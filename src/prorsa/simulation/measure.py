@@ -52,6 +52,8 @@ BACKGROUND = 8
 BACKGROUND_TOKENS = 256
 ROUND_TRIPS = 21
 WARM_UPS = 3
+FOLLOWED = 3
+"""Tokens of a request whose first one has others behind it."""
 RELOADS = 3
 FLIPS = 3
 LEAST_GROWTH = 1e-12
@@ -313,7 +315,7 @@ class _Bench:
         self._report("overlap")
         late = []
         for _ in range(WARM_UPS * self._limits.rounds):
-            only, first = [(await self._serve(server, self._tokens(PAGE), new)).first_token_s for new in (1, WARM_UPS)]
+            only, first = [(await self._serve(server, self._tokens(PAGE), new)).first_token_s for new in (1, FOLLOWED)]
             late.append((first - only) / step_s)
         return max(0.0, median(late))
 
