@@ -53,6 +53,7 @@ SMALL = Effort(
     budget=QUICK,
     settings=(ON_POLICY, LATE, MATH),
     seeds=MappingProxyType({"colocated": 3, "static": 3, "adaptive": 2, "planned": 3, "clairvoyant": 1}),
+    async_load=1.0,
     loads=(2.0,),
     ablated=(ON_POLICY,),
     ablation_seeds=1,

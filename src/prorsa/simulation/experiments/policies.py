@@ -70,6 +70,8 @@ class Effort:
     settings: tuple[Setting, ...]
     seeds: Mapping[str, int]
     """By policy."""
+    async_load: float
+    """Of asynchronous settings, which keep more batches alive, as a factor."""
     loads: tuple[float, ...]
     """Other loads, as factors: on-policy, one seed, without the coding agent, which costs the most."""
     ablated: tuple[Setting, ...]
@@ -80,6 +82,7 @@ FULL_EFFORT = Effort(
     budget=FULL,
     settings=SETTINGS,
     seeds=MappingProxyType({"colocated": 5, "static": 5, "adaptive": 2, "planned": 5, "clairvoyant": 1}),
+    async_load=0.5,
     loads=(0.5, 2.0),
     ablated=(
         Setting("deepseek-v3.2", "general-agent", "on-policy"),
@@ -93,6 +96,7 @@ QUICK_EFFORT = Effort(
     budget=QUICK,
     settings=tuple(s for s in SETTINGS if s.task != "coding-agent" and s.staleness != "2"),
     seeds=MappingProxyType(dict.fromkeys(POLICIES, 2)),
+    async_load=1.0,
     loads=(2.0,),
     ablated=(Setting("mimo-v2.5-pro", "general-agent", "8"),),
     ablation_seeds=1,
@@ -131,9 +135,10 @@ class Study:
     # Jobs.
 
     def job(self, setting: Setting, policy: PolicySection, seed: int = 0, load: float = 1.0) -> Job:
-        """`load` multiplies that of the budget."""
-        overrides = [] if load == 1.0 else [f"rollout.load={self.effort.budget.load * load}"]
-        return self._lab.job(setting, policy, f"seed={seed}", *overrides)
+        """`load` multiplies that of the effort."""
+        if setting.staleness != "on-policy":
+            load *= self.effort.async_load
+        return self._lab.job(setting, policy, f"seed={seed}", f"rollout.load={self.effort.budget.load * load}")
 
     def outcome(self, setting: Setting, policy: PolicySection, seed: int = 0, load: float = 1.0) -> RunOutcome:
         """Of a job that has run. Raises KeyError."""
@@ -221,6 +226,7 @@ class Study:
             "patience of 10 s": planning({"patience": 10.0}),
             "any gain is enough": planning({"gain": 0.0}),
             "a gain of 5 %": planning({"gain": 0.05}),
+            "starts half and half": whole.model_copy(update={"split": None}),
             "the paper's rule": rule,
             "the paper's rule, forecast survival": rule.model_copy(update={"forecast": "survival"}),
         }
