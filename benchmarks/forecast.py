@@ -4,7 +4,7 @@
 
 RUN is a run directory, of a rollout or of `prorsa simulate --record`. Its lifecycle events are applied again, with the tokens
 as they were reported. Every horizon each forecaster makes its forecast from the same snapshot; what the events then say is
-what it is held against, from `--warm` seconds on: until then it only learns. One survival forecaster answers for all horizons.
+what it is held against, from `--warm` seconds on: until then it only learns. One survival forecaster answers for all.
 
 Columns: prefill demand (the paper's: full prompts, backlog included), arrivals alone, decode admissions, KV cache in decode
 at the end of the window. `noise`: what WAPE of the arrivals the mere counting noise makes where independent requests of the

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from prorsa.forecast.durations import Floats
 
-DENSE = 1 << 18
+DENSE = 1 << 15
 """Where there could be more cells than so many, they are numbered by sorting; else by counting, which is quicker."""
 
 

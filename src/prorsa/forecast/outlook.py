@@ -22,7 +22,7 @@ from prorsa.lifecycle.states import State
 
 BINS = 20
 """Bins of the grid in a horizon."""
-LAUNCH_TIMES = 4
+LAUNCH_TIMES = 2
 """The sampler's launches are worked out at so many moments of a horizon."""
 SPEEDS = 8
 """Classes of decode speed in which it doubles."""
