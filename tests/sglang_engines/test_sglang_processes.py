@@ -8,11 +8,25 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
-from sglang_bench import LANE, MODEL, PYTHON, ROOT, START_SECONDS, D, P, flags, launching, processes_of
+from sglang_bench import (
+    LANE,
+    LONG,
+    MODEL,
+    PYTHON,
+    ROOT,
+    START_SECONDS,
+    TEST_SECONDS,
+    D,
+    P,
+    flags,
+    launching,
+    processes_of,
+)
 
 from prorsa.engines.protocol import EngineError, Role
 
@@ -36,18 +50,24 @@ asyncio.run(main())
 
 def test_a_killed_parent_leaves_no_process(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(tmp_path), str(Path(__file__).parent)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as parent:
         assert parent.stdout is not None
         groups = json.loads(parent.stdout.readline())
         assert all(len(processes_of(group)) >= 3 for group in groups), "a server, a scheduler, a detokenizer"
         parent.kill()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + TEST_SECONDS
     while any(processes_of(group) for group in groups) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert [processes_of(group) for group in groups] == [[], [], []]
 
 
-def test_stop_and_restart(tmp_path: Path) -> None:
+def test_stop_and_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def left_behind() -> list[Path]:
+        return list(tmp_path.glob("prorsa-*/sglang_loads_*"))
+
     async def main() -> None:
         async with launching(tmp_path) as launcher:
             engine, *_ = await asyncio.gather(launcher.start("a", P), launcher.start("b", D), launcher.start("c", D))
@@ -59,12 +79,14 @@ def test_stop_and_restart(tmp_path: Path) -> None:
             assert (await engine.info()).role is D
             last = launcher.pid("a")
             assert processes_of(first) == []
+            assert len(left_behind()) == 4, "a file of every engine that was started"
             await launcher.stop("a")
             assert processes_of(last) == []
             with pytest.raises(KeyError):
                 launcher.pid("a")
 
     asyncio.run(main())
+    assert left_behind() == []
 
 
 def test_a_failed_start_shows_the_end_of_the_log(tmp_path: Path) -> None:
@@ -78,6 +100,7 @@ def test_a_failed_start_shows_the_end_of_the_log(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@LONG
 def test_an_idle_engine_uses_hardly_any_cpu(tmp_path: Path) -> None:
     async def main() -> None:
         async with launching(tmp_path) as launcher:
@@ -110,6 +133,7 @@ def test_engines_do_not_start_without_the_fixes(tmp_path: Path, monkeypatch: pyt
     asyncio.run(main())
 
 
+@LONG
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [

@@ -11,6 +11,7 @@ import logging
 import os
 import pkgutil
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -119,12 +120,25 @@ def register() -> None:
             from prorsa.engines.sglang_server import cpu
 
             cpu.prepare()
+        if DEVICE in os.environ:
+            _keep_files_together()
         _apply()
         verify()
     except Exception as error:
         if "--enable-pd-role-switch" in sys.argv or DEVICE in os.environ:
             raise SystemExit(f"prorsa: {error}") from error
         logger.error("prorsa's fixes are not in place: %s", error)
+
+
+def _keep_files_together() -> None:
+    """An engine leaves the file in shared memory by which its processes tell their load. Where its other temporary files are,
+    the launcher removes it with them."""
+    from sglang.srt.managers import load_snapshot
+
+    in_shared_memory = load_snapshot.shm_path_for
+    load_snapshot.shm_path_for = lambda ipc_name: os.path.join(
+        tempfile.gettempdir(), os.path.basename(in_shared_memory(ipc_name))
+    )
 
 
 def verify() -> None:
