@@ -119,7 +119,7 @@ class Planning(Section):
     """Whether instances may become mixed, and so the whole cluster colocated. SGLang's keep the stage that they have."""
     even_out: bool = True
     """Whether decodes move to decode instances that have just become some."""
-    patience: float = Field(default=0.0, ge=0)
+    patience: float = Field(default=2.0, ge=0)
     """Seconds that an instance which leaves its role goes on with what it serves; then that is resent."""
     at_syncs: bool = True
     """Whether it also decides when weights were updated and when a step begins, beside every `horizon` seconds."""
