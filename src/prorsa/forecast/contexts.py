@@ -74,7 +74,7 @@ class Contexts:
         """Of a prompt of `tokens`, how many have to be computed; one at least."""
         cached = self._cached.get(trajectory)
         if cached is None:
-            cached = self._prompts[group] if group in self._computed else 0
+            cached = self._shared(group)
         return max(tokens - cached, 1)
 
     def all_uncached(self, trajectories: Sequence[str], groups: Sequence[str], tokens: NDArray[np.int64]) -> Floats:
@@ -82,9 +82,13 @@ class Contexts:
         known = map(self._cached.get, trajectories, repeat(-1))
         cached = np.fromiter(known, dtype=np.float64, count=len(trajectories))
         for row in np.flatnonzero(cached < 0).tolist():
-            cached[row] = self._prompts[groups[row]] if groups[row] in self._computed else 0
+            cached[row] = self._shared(groups[row])
         uncached: Floats = np.maximum(tokens - cached, 1.0)
         return uncached
+
+    def _shared(self, group: str) -> int:
+        """Tokens that are in a cache for all members of a group."""
+        return self._prompts[group] if group in self._computed else 0
 
     def _ended(self, trajectory: str, group: str) -> bool:
         self._starts.pop(trajectory, None)
