@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from prorsa.assembly import build_policy
+from prorsa.cluster.observers import replay
+from prorsa.config import load_config
 from prorsa.lifecycle import Done, Dropped
 from prorsa.report.rundir import Run, read_run
 
@@ -132,6 +135,58 @@ def test_flips_and_a_killed_engine_cost_no_trajectory_and_change_no_token(
     verify = prorsa("verify", str(directory))
     assert verify.returncode == 0, verify.stdout + verify.stderr
     assert f"{len(run.turns)} turns" in verify.stdout
+
+
+PROFILE = """
+name: test
+model: arithmetic
+gpu: none
+source: a test; not measured
+gpus: 1
+ranks: 1
+grid: grid.csv
+chunk: 512
+kv_tokens: 8192
+kv_bytes: 4096
+max_running: 32
+network_bytes_per_s: 1.0e+9
+store_bytes_per_s: 1.0e+9
+flip_s: 0.05
+update_s: 1.0
+"""
+GRID = """phase,tokens,context,attn_ms,dense_ms,moe_ms,moe_skewed_ms,comm_ms
+prefill,16,0,1,1,0,0,0
+prefill,16,1024,1,1,0,0,0
+prefill,512,0,5,5,0,0,0
+prefill,512,1024,5,5,0,0,0
+decode,1,0,5,1,0,0,0
+decode,1,1024,5,1,0,0,0
+decode,32,0,60,1,0,0,0
+decode,32,1024,60,1,0,0,0
+"""
+
+
+def test_a_policy_that_plans_leaves_a_wrong_split_and_changes_no_token(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "profile.yaml").write_text(PROFILE)
+    (tmp_path / "grid.csv").write_text(GRID)
+    # By this profile decode takes most of the time, and three instances of four prefill.
+    process = start("policy.name=planned", f"policy.profile={tmp_path}/profile.yaml", "policy.split='3:1'")
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    directory = run_dir_of(tmp_path)
+    assert directory is not None
+    run = read_run(directory)
+    assert run.problems == []
+    assert outcome(run) == (6 * 8 * 4, 0)
+    assert any(flip.failure is None for flip in run.flips)
+    decisions = [decided.decision for decided in run.decided]
+    assert {decision.moment for decision in decisions} >= {"grid", "start"}
+    policy = build_policy(load_config(CONFIG, ["policy.name=planned", f"policy.profile={tmp_path}/profile.yaml"]))
+    assert [replay(decision, policy) for decision in decisions] == [decision.target for decision in decisions]
+    verify = prorsa("verify", str(directory))
+    assert verify.returncode == 0, verify.stdout + verify.stderr
 
 
 def test_ctrl_c_leaves_a_readable_run_and_nothing_else(

@@ -209,7 +209,7 @@ def build_control(
     return ControlPlane(
         engines,
         forecaster=build_forecaster(
-            config.policy.forecast,
+            config.policy.forecaster,
             injection,
             config.policy.prefill_tokens_per_s,
             # What a decode instance sets aside for a request, so that admission and allocation count alike.

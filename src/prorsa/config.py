@@ -141,12 +141,17 @@ class Policy(RolePolicy):
     best; `static`: the split stays; `colocated`: every instance does both stages."""
     profile: str | None = None
     """What an instance can do, for `planned`: the name of a shipped profile, or a file that `prorsa profile` wrote."""
-    forecast: ForecastKind = "survival"
+    forecast: ForecastKind | None = None
     """`paper`: one step of each trajectory's lifecycle; `decode-returns`: the next requests of trajectories in DECODE too,
     which the paper leaves out and which are most of the arrivals where turns are shorter than the horizon; `survival`: all
-    steps that fit into the horizon, each given how far it has got (docs/forecast.md). `planned` needs the last one."""
+    steps that fit into the horizon, each given how far it has got (docs/forecast.md). The default is `decode-returns`, which
+    costs less, and `survival` for `planned`, which needs it."""
     prefill_tokens_per_s: Annotated[float, Field(gt=0)] = 8000.0
     """Profiled effective prefill speed of one instance, full-prompt tokens/s: theta until busy intervals are seen."""
+
+    @property
+    def forecaster(self) -> ForecastKind:
+        return self.forecast or ("survival" if self.name == "planned" else "decode-returns")
 
     def initial_split(self, instances: int) -> tuple[int, int]:
         """(n_P, n_D) to start with; (0, 0) under `colocated`, where every instance is mixed."""
@@ -330,7 +335,7 @@ def _impossibilities(config: Config) -> list[str]:
             "policy.profile=null: policy.name=planned plans with what an instance can do; measure it with `prorsa profile "
             "--config FILE --out PROFILE.yaml`, or use policy.name=adaptive"
         )
-    if policy.name == "planned" and policy.forecast != "survival":
+    if policy.name == "planned" and policy.forecaster != "survival":
         problems.append(
             f"policy.forecast={policy.forecast}: policy.name=planned needs survival, which alone says what the work is"
         )
