@@ -429,6 +429,11 @@ async def test_admin_sees_flips_and_drains() -> None:
         assert (await order("roles", {"prefill": 2, "decode": 2}))[0] == 200
         assert sorted(roles()) == ["d", "d", "p", "p"]
         assert (await order("roles", {"prefill": 4, "decode": 0}))[0] == 400
+        assert (await order("roles", {"prefill": 1, "decode": 1, "mixed": 2}))[0] == 200
+        assert sorted(roles()) == ["d", "m", "m", "p"]
+        assert (await order("roles", {"prefill": 1, "decode": 3}))[0] == 200
+        assert sorted(roles()) == ["d", "d", "d", "p"]
+        assert (await order("roles", {"prefill": 2, "decode": 2}))[0] == 200
         assert (await order("engines/e2/drain"))[0] == 200
         assert roles()[2] == "."
         assert (await order("engines/e2/drain"))[0] == 409
@@ -442,7 +447,7 @@ async def test_admin_sees_flips_and_drains() -> None:
         shown = json.loads(text)
         assert (len(shown["decisions"]), len(shown["flips"]), shown["made"] >= 2) == (1, 1, True)
         _, text = await gateway.get("/prorsa/status", **ADMIN)
-        assert json.loads(text)["flips"] == 2
+        assert json.loads(text)["flips"] == len(gateway.control.flips) == 7
 
 
 @on_a_loop

@@ -108,22 +108,24 @@ class Admin:
     async def roles(self, request: web.Request) -> web.Response:
         self._authorise(request)
         body = await read_body(request)
-        counts = [fields.whole(body, name, 0, 1) or 0 for name in ("prefill", "decode")]
-        have = self._control.fleet.in_service.total
-        if have == 0:
-            raise ApiError(409, "every engine is mixed or out of service; there are no roles to set")
-        if not all(counts) or sum(counts) != have:
-            remedy = f"give at least one prefill and one decode, {have} in all: so many are in service"
-            raise fields.wrong("prefill, decode", counts, remedy)
-        flips = await self._control.switcher.apply(Allocation(*counts))
+        prefill, decode, mixed = (fields.whole(body, name, 0, 0) or 0 for name in ("prefill", "decode", "mixed"))
+        target, now = Allocation(prefill, decode, mixed), self._control.fleet.in_service
+        if not now.total:
+            raise ApiError(409, "every engine is out of service; there are no roles to set")
+        if bool(prefill) != bool(decode) or target.total != now.total:
+            remedy = f"give prefill and decode at least one each, or mixed all; {now.total} in all: so many are in service"
+            raise fields.wrong("prefill, decode, mixed", [prefill, decode, mixed], remedy)
+        if mixed != now.mixed and not all(Role.MIXED in instance.engine.roles for instance in self._control.fleet):
+            raise ApiError(409, f"mixed={mixed}: {now.mixed} are, and these engines neither become mixed nor cease to be")
+        flips = await self._control.switcher.apply(target)
         return web.json_response({"flips": [asdict(flip) for flip in flips], "engines": self._engines()})
 
     async def flip(self, request: web.Request) -> web.Response:
         self._authorise(request)
         name, body = self._named(request), await read_body(request)
         role = fields.typed(body, "role", str, "")
-        if role not in (Role.PREFILL, Role.DECODE):
-            raise fields.wrong("role", role, "must be prefill or decode")
+        if role not in list(Role):
+            raise fields.wrong("role", role, "must be prefill, decode or mixed")
         flip = await self._obeyed(self._control.switcher.flip(name, Role(role)))
         return self._flipped(flip)
 
