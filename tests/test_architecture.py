@@ -8,7 +8,18 @@ from pathlib import Path
 import prorsa
 
 SOURCE = Path(prorsa.__file__).parent
-ROOMS = ["lifecycle", "forecast", "allocation", "engines", "cluster", "rollout", "config", "profiles", "assembly", "report"]
+ROOMS = [
+    "lifecycle",
+    "forecast",
+    "allocation",
+    "engines",
+    "cluster",
+    "rollout",
+    "config",
+    "profiles",
+    "assembly",
+    "report",
+]
 ROOMS += ["gateway", "simulation", "integrations", "commands", "cli"]
 PURE = {"lifecycle", "forecast", "allocation"}
 """They decide: numpy and the standard library's data structures are all that they use."""

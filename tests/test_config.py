@@ -60,7 +60,10 @@ def test_the_dumped_configuration_reads_back_equal(tmp_path: Path) -> None:
             {**MODEL, "policy": {"name": "planned", "profile": "p.yaml", "forecast": "paper"}},
             ["policy.forecast=paper", "policy.name=planned", "needs survival"],
         ),
-        ({**MODEL, "sglang": {"kv_store_dir": "/kv"}}, ["sglang.kv_store_dir='/kv'", "kv_store=none", "set that to file"]),
+        (
+            {**MODEL, "sglang": {"kv_store_dir": "/kv"}},
+            ["sglang.kv_store_dir='/kv'", "kv_store=none", "set that to file"],
+        ),
         (
             {**MODEL, "sglang": {"kv_store": "file", "kv_store_master": "m:1"}},
             ["sglang.kv_store_master='m:1'", "kv_store=file", "set that to mooncake"],

@@ -335,9 +335,7 @@ def switch_answer(success: bool, message: str, old: str = "prefill", new: str = 
 
 def test_an_engine_that_splits_the_stages_refuses_to_become_mixed_and_is_not_even_asked() -> None:
     async def check(fake: FakeSGLang, engine: SGLangEngine) -> None:
-        with pytest.raises(
-            EngineError, match="asked to become mixed; without a restart it can only be decode or"
-        ):
+        with pytest.raises(EngineError, match="asked to become mixed; without a restart it can only be decode or"):
             await engine.switch_role(Role.MIXED)
         assert fake.asked == []
 

@@ -493,7 +493,18 @@ TARGETS = (
     *(Allocation(prefill, 5 - prefill - mixed, mixed) for mixed in range(1, 4) for prefill in range(1, 5 - mixed)),
     Allocation(0, 0, 5),
 )
-ACTS = ("kill", "break streams", "refuse", "flip fails", "drain", "flip", "even out", "update weights", "cancel a caller", "check")
+ACTS = (
+    "kill",
+    "break streams",
+    "refuse",
+    "flip fails",
+    "drain",
+    "flip",
+    "even out",
+    "update weights",
+    "cancel a caller",
+    "check",
+)
 
 
 @dataclass(frozen=True)

@@ -113,10 +113,14 @@ class Admin:
         if not now.total:
             raise ApiError(409, "every engine is out of service; there are no roles to set")
         if bool(prefill) != bool(decode) or target.total != now.total:
-            remedy = f"give prefill and decode at least one each, or mixed all; {now.total} in all: so many are in service"
+            remedy = (
+                f"give prefill and decode at least one each, or mixed all; {now.total} in all: so many are in service"
+            )
             raise fields.wrong("prefill, decode, mixed", [prefill, decode, mixed], remedy)
         if mixed != now.mixed and not all(Role.MIXED in instance.engine.roles for instance in self._control.fleet):
-            raise ApiError(409, f"mixed={mixed}: {now.mixed} are, and these engines neither become mixed nor cease to be")
+            raise ApiError(
+                409, f"mixed={mixed}: {now.mixed} are, and these engines neither become mixed nor cease to be"
+            )
         flips = await self._control.switcher.apply(target)
         return web.json_response({"flips": [asdict(flip) for flip in flips], "engines": self._engines()})
 
