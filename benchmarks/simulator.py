@@ -41,15 +41,15 @@ from prorsa.cluster.turns import TurnRequest
 from prorsa.engines.protocol import Bootstrap, Engine, FinishReason, GenerateRequest, Role, SamplingParams
 from prorsa.forecast import LifecycleForecaster
 from prorsa.lifecycle.events import Done, RewardStarted, Sampled
+from prorsa.profiles.costs import StepCosts
+from prorsa.profiles.profile import load_profile
 from prorsa.rollout.controller import Controller, Plan
 from prorsa.rollout.sampler import Sampler
 from prorsa.simulation import clock, scenario
 from prorsa.simulation.engines.cluster import SimulatedCluster, SimulatedEngine
 from prorsa.simulation.engines.core import Core, StepTimes
-from prorsa.profiles.costs import StepCosts
 from prorsa.simulation.engines.ranks import Job
 from prorsa.simulation.engines.statistics import Ledger, Statistics
-from prorsa.profiles.profile import load_profile
 from prorsa.simulation.run import run_scenario
 from prorsa.simulation.workloads.environment import questions, simulated_environment
 from prorsa.simulation.workloads.models import RequestsWorkload
