@@ -99,7 +99,9 @@ class SGLangLauncher:
         try:
             keeper = await self._running_keeper()
             environment = {"CUDA_VISIBLE_DEVICES": _devices(gpus)} if self._flags.device == "cuda" else {}
-            keeper.start(name, child, self._flags.of_engine(role, port, bootstrap_port), environment)
+            # Left to itself SGLang takes one that was free a moment ago, and so may the engine beside it.
+            group_port = f"--nccl-port={self._free_port()}"
+            keeper.start(name, child, [group_port, *self._flags.of_engine(role, port, bootstrap_port)], environment)
             roles = self.roles if role in self.roles else frozenset({role})
             engine = child.engine = SGLangEngine(name, f"http://{HOST}:{port}", HOST, bootstrap_port, roles=roles)
             await self._wait_until_it_serves(f"engine {name}", child, lambda: _serves(engine))
