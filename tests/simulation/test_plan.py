@@ -36,6 +36,7 @@ from prorsa.simulation.scenario import PolicySection, WorkloadSection
 MIMO = "mimo-v2.5-pro-h200-ep16"
 WIDE = "mimo-v2.5-pro-h200-ep32-decode"
 ADAPTIVE = Way(MIMO, PolicySection(name="adaptive"))
+PLANNED = Way(MIMO, PolicySection(name="planned"))
 
 
 class Here(Executor):
@@ -88,13 +89,13 @@ def advised(seconds: Callable[[Job], float], asked_for: Request | None = None) -
 
 
 def usual(job: Job) -> float:
-    """Colocated 200, with cadence 160 and k/4 more; adaptive 100; static 110 and 10 more for each instance away from 3:5;
-    doubled decode 5 more. Each seed 1 % slower than the one before."""
+    """Colocated 200, with cadence 160 and k/4 more; adaptive 100, planned 104; static 110 and 10 more for each instance away
+    from 3:5; doubled decode 5 more. Each seed 1 % slower than the one before."""
     policy = job.policy
     if policy.name == "colocated":
         seconds = 160 + policy.prefill_every / 4 if policy.prefill_every else 200.0
-    elif policy.name == "adaptive":
-        seconds = 100.0
+    elif policy.name in ("adaptive", "planned"):
+        seconds = 100.0 if policy.name == "adaptive" else 104.0
     else:
         assert policy.split is not None
         seconds = 110 + 10 * abs(int(policy.split.split(":")[0]) - 3)
@@ -112,8 +113,8 @@ def test_splits_lie_at_eighths_of_the_cluster() -> None:
 
 def test_what_is_tried() -> None:
     found = ways(asked())
-    assert len(found) == len(set(found)) == 4 + 1 + 7 + 6
-    assert ADAPTIVE in found
+    assert len(found) == len(set(found)) == 4 + 2 + 7 + 6
+    assert {ADAPTIVE, PLANNED} < set(found)
     assert static("4:2", WIDE) in found
     # One instance: nothing to split.
     assert all(way.colocated for way in ways(asked(gpus=16)))
@@ -164,7 +165,8 @@ def test_an_interval_by_hand() -> None:
     assert found.high == pytest.approx(math.exp(0.2 + half))
 
 
-def test_an_adaptive_split_wins_a_tie() -> None:
+def test_a_split_that_follows_the_forecast_wins_a_tie() -> None:
+    assert choose_split({ADAPTIVE: 102.0, PLANNED: 101.0, static("3:5"): 100.0}) == PLANNED
     assert choose_split({ADAPTIVE: 102.0, static("3:5"): 100.0}) == ADAPTIVE
     assert choose_split({ADAPTIVE: 102.1, static("3:5"): 100.0}) == static("3:5")
     assert choose_split({static("4:4"): 90.0, static("3:5"): 100.0}) == static("4:4")
@@ -212,12 +214,12 @@ def test_few_ways_run_whole_and_only_the_last_run_again() -> None:
     advice, ran = advised(usual)
     whole = [job for job in ran if job.scenario.workload.max_context == asked().workload.max_context]
     first = [job for job in whole if job.scenario.seed == 0]
-    # The adaptive split, two static and two colocated ways, and plain colocation; then the last three at two more seeds.
-    assert len(first) == 6
-    assert len(whole) == 6 + 2 * 3
+    # The splits that follow, two static and two colocated ways, and plain colocation; then the last three at two more seeds.
+    assert len(first) == 7
+    assert len(whole) == 7 + 2 * 3
     assert len({job.key for job in ran}) == len(ran)
     assert {one.way for one in advice.tried} == set(ways(asked()))
-    assert sum(one.full_s is not None for one in advice.tried) == 6
+    assert sum(one.full_s is not None for one in advice.tried) == 7
 
 
 def test_the_strongest_influence_comes_first_and_says_when_it_turns_the_advice() -> None:

@@ -1,9 +1,9 @@
 """`prorsa plan`: how to run a rollout on a cluster that is not booked yet, from simulated runs.
 
-Ways to run it are colocation (with several cadences), static prefill:decode splits and Prorsa's adaptive split, each with
-every parallelism that a profile of the model has. They are sifted by successive halving: short trajectories first, then
-whole ones, then several seeds for those that are left. Disaggregation is advised only where it is faster than the best
-colocation beyond what the seeds differ by.
+Ways to run it are colocation (with several cadences), static prefill:decode splits, and splits that follow the forecast, by
+the paper's rule (adaptive) or by a plan (planned), each with every parallelism that a profile of the model has. They are
+sifted by successive halving: short trajectories first, then whole ones, then several seeds for those that are left.
+Disaggregation is advised only where it is faster than the best colocation beyond what the seeds differ by.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import fmean, quantiles, stdev
 from typing import Any
 
-from prorsa.config import ConfigError, validated
+from prorsa.config import ConfigError, PolicyName, validated
 from prorsa.profiles.profile import Profile, load_profile, shipped_profiles
 from prorsa.simulation.experiments.grid import Grid, Job
 from prorsa.simulation.scenario import PolicySection, RolloutSection, Scenario, WorkloadSection
@@ -23,13 +23,14 @@ from prorsa.simulation.workloads.models import build_workload
 CADENCES = (0, 4, 16, 64)
 SPLITS = 8
 """Static splits are tried at eighths of the cluster."""
-KEPT = {"adaptive": 1, "static": 2, "colocated": 2}
+KEPT = {"adaptive": 1, "planned": 1, "static": 2, "colocated": 2}
 """Ways that go on to whole trajectories, by policy."""
+FOLLOWING: tuple[PolicyName, ...] = ("adaptive", "planned")
 SAMPLE = 64
 """Scripts from which the length of a short trajectory is worked out."""
 TIE = 0.02
-"""An adaptive split that is slower than the best static one by no more than this is preferred: nobody has to find its ratio,
-and it stays right when the workload changes."""
+"""A split that follows the forecast is preferred to a static one that is faster by no more than this: nobody has to find its
+ratio, and it stays right when the workload changes."""
 WORTH = 1.02
 """Disaggregation is advised where even the low end of its gain is above this: a smaller gain is not worth a second kind of
 instance."""
@@ -77,7 +78,7 @@ class Way:
             case "static":
                 words = f"static {policy.split}"
             case _:
-                words = "adaptive"
+                words = policy.name
         return f"{words}, {self.profile}" + (f" + {self.decode_profile}" if self.decode_profile else "")
 
 
@@ -152,9 +153,9 @@ def interval(ratios: Sequence[float]) -> Interval:
 
 
 def choose_split(times: Mapping[Way, float]) -> Way:
-    """The fastest; an adaptive split where it is as fast within `TIE`."""
+    """The fastest; one that follows the forecast where it is as fast within `TIE`."""
     best = min(times, key=lambda way: times[way])
-    close = [way for way in times if way.policy.name == "adaptive" and times[way] <= (1 + TIE) * times[best]]
+    close = [way for way in times if way.policy.name in FOLLOWING and times[way] <= (1 + TIE) * times[best]]
     return min(close, key=lambda way: times[way], default=best)
 
 
@@ -167,7 +168,7 @@ def ways(request: Request) -> list[Way]:
             continue
         found += [Way(name, PolicySection(name="colocated", prefill_every=k)) for k in CADENCES]
         if request.gpus >= 2 * profile.gpus:
-            found.append(Way(name, PolicySection(name="adaptive")))
+            found += [Way(name, PolicySection(name=policy)) for policy in FOLLOWING]
         found += [Way(name, _static(split)) for split in splits(request.gpus, profile.gpus, profile.gpus)]
         for other, wide in decode.items():
             if other != name:
