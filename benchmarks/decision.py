@@ -4,7 +4,8 @@
 
 The trajectories are in a realistic mix of states (four tasks, twelve tools, 200 images, 64 instances, up to 4 turns), and
 the forecaster has learnt its statistics from the events that brought them there. Between two decisions sixty more
-trajectories come and go.
+trajectories come and go. With `survival` the policy is the one that plans, else the paper's. A second table has the plan
+alone, by instances.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import get_args
 
 import numpy as np
 
-from prorsa.allocation.policies import Adaptive, Demand, Situation
+from prorsa.allocation import Adaptive, Planned
+from prorsa.allocation.policies import Demand, Policy, Situation
 from prorsa.allocation.solver import Allocation
 from prorsa.assembly import build_forecaster
 from prorsa.config import ForecastKind
@@ -30,6 +32,8 @@ from prorsa.forecast import GroupReplenishment
 from prorsa.lifecycle import events as e
 from prorsa.lifecycle.states import State
 from prorsa.lifecycle.tracker import Tracker
+from prorsa.profiles import load_profile
+from prorsa.profiles.instance import ProfileCosts
 
 HORIZON = 10.0
 LIMITS = {10_000: 10.0, 100_000: 100.0}
@@ -40,6 +44,7 @@ DECODE = tuple(f"decode-{n}" for n in range(32))
 TASKS = tuple(f"task-{n}" for n in range(4))
 TOOLS = tuple(f"tool-{n}" for n in range(12))
 IMAGES = tuple(f"image-{n}" for n in range(200))
+PLANNED = Planned(ProfileCosts(load_profile("mimo-v2.5-pro-h200-ep16")))
 GROUP = 8
 TOKENS_PER_S = 8000.0
 CHUNK = 10_000
@@ -140,7 +145,7 @@ class History:
         return way
 
 
-def decide(history: History, policy: Adaptive, current: Allocation) -> list[float]:
+def decide(history: History, policy: Policy, current: Allocation) -> list[float]:
     """Milliseconds: CPU time of the snapshot, the forecast, the allocation and all three, and their wall time."""
     started, times = perf_counter(), [process_time()]
     snapshot = history.tracker.snapshot(0.0)
@@ -154,7 +159,7 @@ def decide(history: History, policy: Adaptive, current: Allocation) -> list[floa
         decode_tokens=forecast.decode_kv + forecast.admitted_kv,
         decode_capacity=4e6,
     )
-    policy.decide(Situation(demand, current, live=True))
+    policy.decide(Situation(demand, current, live=True, work=forecast.work))
     times.append(process_time())
     parts = [after - before for before, after in pairwise(times)]
     return [1e3 * seconds for seconds in (*parts, sum(parts), perf_counter() - started)]
@@ -163,7 +168,7 @@ def decide(history: History, policy: Adaptive, current: Allocation) -> list[floa
 def measure(live: int, forecast: ForecastKind, repeats: int) -> bool:
     """Print one row of the table; whether the decision is within its limit."""
     history = History(live, forecast)
-    policy = Adaptive(m_p=1, m_d=1, gpus=64)
+    policy = PLANNED if forecast == "survival" else Adaptive(m_p=1, m_d=1, gpus=64)
     current = Allocation(len(PREFILL), len(DECODE))
     decide(history, policy, current)
     gc.collect()
@@ -184,6 +189,21 @@ def measure(live: int, forecast: ForecastKind, repeats: int) -> bool:
     return decision < LIMITS[live]
 
 
+def plan(instances: int, repeats: int) -> None:
+    """Print one row of the table of plans."""
+    history = History(16 * instances, "survival")
+    current = Allocation(instances // 2, instances - instances // 2)
+    demand = Demand(1.0, TOKENS_PER_S, HORIZON, 1.0, 4e6)
+    seconds = []
+    for _ in range(repeats):
+        history.go_on(60)
+        work = history.forecaster.forecast(history.tracker.snapshot(0.0), HORIZON, PREFILL).work
+        start = process_time()
+        PLANNED.decide(Situation(demand, current, live=True, work=work))
+        seconds.append(process_time() - start)
+    print(f"| {instances} | {1e3 * statistics.median(seconds):.1f} |", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=41)
@@ -196,6 +216,9 @@ def main() -> int:
     print(f"| {' | '.join([*columns, 'tracker events/s', 'learning events/s'])} |")
     print("|" + "---:|" * (len(columns) + 2), flush=True)
     passed = [measure(live, forecast, arguments.repeats) for live in LIMITS for forecast in arguments.forecast]
+    print("\n| instances | plan, ms of CPU time |\n|---:|---:|")
+    for instances in (8, 32, 128):
+        plan(instances, arguments.repeats)
     return 0 if all(passed) else 1
 
 
