@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from prorsa.forecast.flow import REQUESTS, TOKENS, Grid, Queue, Stages, Turns, convolved, pass_through
+from prorsa.forecast.survival.flow import REQUESTS, TOKENS, Grid, Queue, Stages, Turns, convolved, pass_through
 
 GRID = Grid(bins=4, step=1.0)
 

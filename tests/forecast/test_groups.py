@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from prorsa.forecast.groups import Endings, GroupLengths
+from prorsa.forecast.survival.groups import Endings, GroupLengths
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.8])

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from prorsa.forecast.hazards import HALF_LIFE, Hazards
+from prorsa.forecast.survival.hazards import HALF_LIFE, Hazards
 
 NOBODY = np.zeros(0, dtype=np.intp), np.zeros(0), np.zeros(0)
 FIRST = np.zeros(1, dtype=np.intp)

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from prorsa.forecast.durations import Floats
 from prorsa.forecast.forecast import Forecast
 from prorsa.forecast.injection import Injection
-from prorsa.forecast.learnt import Learnt
 from prorsa.forecast.measure import Measured, WindowMeter
-from prorsa.forecast.outlook import Outlook
+from prorsa.forecast.survival.learnt import Learnt
+from prorsa.forecast.survival.outlook import Outlook
 from prorsa.lifecycle.snapshot import Snapshot, Transition
 
 SPREAD = 0.05

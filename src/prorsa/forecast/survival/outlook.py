@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prorsa.forecast.backoff import Key, load_buckets
-from prorsa.forecast.cells import Cells
 from prorsa.forecast.durations import Floats
-from prorsa.forecast.flow import REQUESTS, TOKENS, Grid, Queue, Stages, Turns, convolved, pass_through
 from prorsa.forecast.forecast import Forecast
-from prorsa.forecast.hazards import Curves, bins_of
 from prorsa.forecast.launches import elapsed
-from prorsa.forecast.learnt import Learnt
+from prorsa.forecast.survival.cells import Cells
+from prorsa.forecast.survival.flow import REQUESTS, TOKENS, Grid, Queue, Stages, Turns, convolved, pass_through
+from prorsa.forecast.survival.hazards import Curves, bins_of
+from prorsa.forecast.survival.learnt import Learnt
 from prorsa.forecast.work import AHEAD, SLICES, Work
 from prorsa.lifecycle.snapshot import MODES, Snapshot
 from prorsa.lifecycle.states import State

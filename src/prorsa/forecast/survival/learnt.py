@@ -6,12 +6,12 @@ import math
 
 from prorsa.forecast.admissions import PrefillTime
 from prorsa.forecast.backoff import Ema, load_bucket
-from prorsa.forecast.contexts import Contexts
-from prorsa.forecast.groups import Endings, GroupLengths
-from prorsa.forecast.hazards import Hazards
 from prorsa.forecast.injection import Injection
 from prorsa.forecast.launches import Launches
 from prorsa.forecast.lengths import PromptLengths
+from prorsa.forecast.survival.contexts import Contexts
+from prorsa.forecast.survival.groups import Endings, GroupLengths
+from prorsa.forecast.survival.hazards import Hazards
 from prorsa.lifecycle import events as e
 from prorsa.lifecycle.snapshot import Transition
 from prorsa.lifecycle.states import State
