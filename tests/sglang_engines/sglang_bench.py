@@ -102,6 +102,13 @@ def launched(directory: Path) -> Iterator[Served]:
         yield Served(json.loads(engines.read_text()))
 
 
+def _alone() -> None:
+    """A test run that is killed must not leave the engines. A shell's background jobs start with SIGINT ignored, and children
+    inherit that."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def command(words: str, directory: Path, ready: str, *overrides: str) -> Iterator[Path]:
     """`prorsa WORDS` with the example's three engines, once the file `ready` is in its run directory. Gives that file."""
@@ -110,10 +117,9 @@ def command(words: str, directory: Path, ready: str, *overrides: str) -> Iterato
     line += [f"run_dir={directory}", *environment, *overrides]
     directory.mkdir(exist_ok=True)
     output = directory / "output"
-    # A test run that is killed must not leave the engines.
     with (
         output.open("w") as log,
-        subprocess.Popen(line, stdout=log, stderr=log, cwd=ROOT, preexec_fn=die_with_parent) as process,  # noqa: PLW1509
+        subprocess.Popen(line, stdout=log, stderr=log, cwd=ROOT, preexec_fn=_alone) as process,  # noqa: PLW1509
     ):
         try:
             while not (found := [path for path in directory.glob(f"*/{ready}") if path.read_text().endswith("\n")]):
