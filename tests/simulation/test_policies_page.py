@@ -267,6 +267,15 @@ def test_a_rehearsal_runs_nothing_and_tells_of_every_policy() -> None:
     assert {job.policy.name for job in few} == {"static"}
 
 
+def test_settings_are_chosen_by_patterns() -> None:
+    effort = FULL_EFFORT.limited(["*/math/*", "mimo-v2.5-pro/coding-agent/on-policy"])
+    assert len(effort.settings) == 10
+    assert {setting.task for setting in effort.ablated} == {"math"}
+    assert FULL_EFFORT.limited([]) == FULL_EFFORT
+    with pytest.raises(ConfigError, match=r"--only fig5: no setting is like that; write MODEL/TASK/STALENESS"):
+        FULL_EFFORT.limited(["*/math/*", "fig5"])
+
+
 def test_names() -> None:
     assert policies_named(["all"]) == ALL
     assert policies_named(["static", "planned"]) == {"static", "planned"}

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cache
 from statistics import fmean
 from types import MappingProxyType
@@ -76,6 +77,29 @@ class Effort:
     """Other loads, as factors: on-policy, one seed, without the coding agent, which costs the most."""
     ablated: tuple[Setting, ...]
     ablation_seeds: int
+    only: tuple[str, ...] = ()
+    """The patterns by which settings were chosen."""
+
+    def limited(self, patterns: Sequence[str]) -> Effort:
+        """To the settings whose `model/task/staleness` one of the patterns matches; without any, all. Raises `ConfigError`."""
+        if not patterns:
+            return self
+
+        for pattern in patterns:
+            if not any(fnmatchcase(_path(setting), pattern) for setting in self.settings):
+                raise ConfigError(
+                    f"--only {pattern}: no setting is like that; write MODEL/TASK/STALENESS with * for any, such as "
+                    "'*/math/on-policy'"
+                )
+        settings, ablated = (
+            tuple(one for one in given if any(fnmatchcase(_path(one), pattern) for pattern in patterns))
+            for given in (self.settings, self.ablated)
+        )
+        return replace(self, settings=settings, ablated=ablated, only=tuple(patterns))
+
+
+def _path(setting: Setting) -> str:
+    return f"{setting.model}/{setting.task}/{setting.staleness}"
 
 
 FULL_EFFORT = Effort(

@@ -12,7 +12,6 @@ from prorsa.simulation.experiments.page import Table
 from prorsa.simulation.experiments.plan import Interval
 from prorsa.simulation.experiments.policies import (
     CLOSE,
-    FULL_EFFORT,
     POLICIES,
     SECOND,
     Compared,
@@ -22,7 +21,7 @@ from prorsa.simulation.experiments.policies import (
     mean_s,
     p99_s,
 )
-from prorsa.simulation.experiments.settings import IN_FLIGHT, scenario_path, spoken
+from prorsa.simulation.experiments.settings import FULL, IN_FLIGHT, scenario_path, spoken
 from prorsa.simulation.outcome import RunOutcome
 from prorsa.simulation.scenario import PolicySection, load_scenario
 
@@ -83,13 +82,15 @@ def write(study: Study, directory: Path) -> Path:
 
 
 def _introduction(effort: Effort) -> str:
-    quick = "" if effort == FULL_EFFORT else " --quick"
+    quick = "" if effort.budget == FULL else " --quick"
+    only = "".join(f" '{pattern}'" for pattern in effort.only)
+    command = f"prorsa reproduce --policies all{quick}" + (f" --only{only}" if only else "")
     profiles = {load_scenario(scenario_path(one.scenario_name)).hardware.profile for one in effort.settings}
     seeds = ", ".join(f"{TITLES[name]} {effort.seeds[name]}" for name in POLICIES)
     sync, overlapped = (sorted(set(steps.values())) for steps in (effort.budget.sync_steps, effort.budget.async_steps))
     in_flight = " and ".join(f"{batches:g} ({spoken(staleness)})" for staleness, batches in IN_FLIGHT.items())
     return (
-        f"Written by `prorsa reproduce --policies all{quick}`; every number and verdict comes from its runs. Do not edit.\n\n"
+        f"Written by `{command}`; every number and verdict comes from its runs. Do not edit.\n\n"
         "Everything here is simulated, on profiles derived from measured operators "
         f"({', '.join(sorted(profiles))}); there are no GPUs behind these numbers. Router, switcher, forecasts and policies "
         "are the production code.\n\n"
