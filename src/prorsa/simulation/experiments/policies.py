@@ -81,7 +81,10 @@ class Effort:
     """The patterns by which settings were chosen."""
 
     def limited(self, patterns: Sequence[str]) -> Effort:
-        """To the settings whose `model/task/staleness` one of the patterns matches; without any, all. Raises `ConfigError`."""
+        """To the settings whose `model/task/staleness` one of the patterns matches; without any, all.
+
+        Raises `ConfigError`.
+        """
         if not patterns:
             return self
 
