@@ -203,6 +203,23 @@ def test_what_was_launched_mixed_stays_so_where_roles_cannot_become_mixed() -> N
     assert (found.mixed, found.total) == (2, 8)
 
 
+@pytest.mark.parametrize(("left", "moves"), [(100, False), (1000, True)])
+def test_decodes_move_only_where_turns_have_long_to_go(left: float, moves: bool) -> None:
+    # At 0.1 s a token, 10 s and 100 s; the time ahead is 30 s.
+    work = replace(NOTHING, decoding=10, decoding_left=left)
+    situation = Situation(DEMAND, Allocation(1, 1), True, work)
+    assert Planned(Plain()).handling(situation, Allocation(1, 1)).even_out is moves
+    assert not Planned(Plain(), even_out=False).handling(situation, Allocation(1, 1)).even_out
+
+
+def test_a_cadence_keeps_prompts_waiting_on_mixed_instances() -> None:
+    work = replace(NOTHING, queued=1, queued_new=1000, decoding=10, decoding_left=1e12, decoding_context=100)
+    now = Allocation(0, 0, 1)
+    often, seldom = (yields(work, now, [now], FLAT, Bounds(1e9, prefill_every=k))[0] for k in (1, 64))
+    # One prompt of a second, whose decode makes tokens as soon as it has begun: on average 3 s later with a cadence of 64.
+    assert often > seldom
+
+
 def test_without_a_forecast_of_the_work_there_is_no_plan() -> None:
     with pytest.raises(ValueError, match=r"policy\.forecast=survival"):
         decide(Planned(Plain()), None, Allocation(1, 1))

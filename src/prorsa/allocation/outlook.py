@@ -79,6 +79,7 @@ class _Flow:
         chunks = max(ceil(new / costs.chunk), 1)
         self._alone_s = chunks * costs.prefill_step_s(new / chunks, prefix, 1 / costs.ranks)
         self._new = new
+        self._chunks = chunks
         self._chunk = max(float(costs.chunk), new / chunks)
         self._least = new / chunks
         self._long_s = [costs.prefill_step_s(tokens, prefix, 0.5) for tokens in (self._least, self._chunk)]
@@ -139,7 +140,8 @@ class _Flow:
             by_split = np.where(decode > 0, np.minimum(prefill * dt / prefill_s, room), 0.0)
             by_mixed = np.minimum(self._fastest(both, mixed) * mixed * dt, np.maximum(mixed * self._room - both, 0.0))
             able_to = by_split + by_mixed
-            started = np.minimum(able_to * self._busy(queued, prefill + mixed, able_to / dt), queued)
+            alone = self._latency(both, mixed, by_mixed, able_to)
+            started = np.minimum(able_to * self._busy(queued, prefill + mixed, able_to / dt, alone), queued)
             to_mixed = np.divide(started * by_mixed, able_to, out=np.zeros(rows), where=able_to > 0)
             placed = np.array([started - to_mixed, to_mixed])
             old = np.divide(resumed, queued, out=np.zeros(rows), where=queued > 0)
@@ -166,14 +168,22 @@ class _Flow:
         seconds: Floats = np.interp(decodes, BATCHES, self._step_s)
         return seconds
 
-    def _busy(self, queued: Floats, instances: Floats, rate: Floats) -> Floats:
+    def _latency(self, decodes: Floats, mixed: Floats, by_mixed: Floats, able_to: Floats) -> Floats:
+        """Seconds of a prefill alone; on a mixed instance each chunk also waits for its turn in the cadence."""
+        decode_s = self._step(decodes / np.maximum(mixed, 1.0))
+        waits = (self._chunks - 0.5) * (self._every - 1) * decode_s * (decodes > 0)
+        share = np.divide(by_mixed, able_to, out=np.zeros(len(able_to)), where=able_to > 0)
+        latency: Floats = self._alone_s + share * waits
+        return latency
+
+    def _busy(self, queued: Floats, instances: Floats, rate: Floats, alone: Floats) -> Floats:
         """The share u of their fastest `rate`, prefills a second, at which instances work with so many requests there.
 
         A request takes 1 + CROWDED u times what it takes alone, and as many are there as come in that time (Little): solved
         for u. No more are there than the instances have slots.
         """
         there = np.minimum(queued, self._slots * np.maximum(instances, 1.0))
-        there = np.divide(there, rate * self._alone_s, out=np.zeros(len(queued)), where=rate > 0)
+        there = np.divide(there, rate * alone, out=np.zeros(len(queued)), where=rate > 0)
         busy: Floats = np.minimum((np.sqrt(1.0 + 4.0 * CROWDED * there) - 1.0) / (2.0 * CROWDED), 1.0)
         return busy
 

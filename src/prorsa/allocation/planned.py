@@ -11,6 +11,7 @@ from prorsa.allocation.costs import EngineCosts
 from prorsa.allocation.outlook import Bounds, yields
 from prorsa.allocation.policies import Handling, Moment, Policy, Situation
 from prorsa.allocation.solver import Allocation
+from prorsa.forecast.work import Work
 
 MIXED_COUNTS = 16
 """Numbers of mixed instances that are compared, about; of prefill and decode instances, all are."""
@@ -47,13 +48,17 @@ class Planned(Policy):
         candidates = self._candidates(current)
         if len(candidates) < 2 or not work.token_s:
             return current
-        bounds = Bounds(situation.demand.decode_capacity, self.prefill_slots, self.prefill_every, self.even_out)
+        bounds = Bounds(situation.demand.decode_capacity, self.prefill_slots, self.prefill_every, self._evens_out(work))
         found = yields(work, current, candidates, self.costs, bounds)
         best = int(np.argmax(found))
         return candidates[best] if found[best] > found[candidates.index(current)] * (1.0 + self.gain) else current
 
     def handling(self, situation: Situation, target: Allocation) -> Handling:
-        return Handling(self.patience, self.even_out)
+        return Handling(self.patience, self._evens_out(situation.work))
+
+    def _evens_out(self, work: Work | None) -> bool:
+        """Only where turns have long to go: short ones even out as they end, sooner than a move would pay."""
+        return self.even_out and work is not None and work.decoding_left * work.token_s > work.ahead
 
     def _candidates(self, current: Allocation) -> list[Allocation]:
         """The present roles, and all others that give every instance work: where some decode, others prefill."""
