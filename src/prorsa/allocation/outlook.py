@@ -177,15 +177,18 @@ class _Flow:
         return latency
 
     def _busy(self, queued: Floats, instances: Floats, rate: Floats, alone: Floats) -> Floats:
-        """The share u of their fastest `rate`, prefills a second, at which instances work with so many requests there.
+        """The share of their fastest `rate`, prefills a second, at which instances work with so many requests there.
 
-        A request takes 1 + CROWDED u times what it takes alone, and as many are there as come in that time (Little): solved
+        A rank does the prompts of its queue one after the other, unless full chunks are quicker. At the share u of that a
+        request takes 1 + CROWDED u times what it takes `alone`, and as many are there as come in that time (Little): solved
         for u. No more are there than the instances have slots.
         """
+        speed = np.minimum(rate, instances * self._ranks / self._alone_s)
         there = np.minimum(queued, self._slots * np.maximum(instances, 1.0))
-        there = np.divide(there, rate * alone, out=np.zeros(len(queued)), where=rate > 0)
-        busy: Floats = np.minimum((np.sqrt(1.0 + 4.0 * CROWDED * there) - 1.0) / (2.0 * CROWDED), 1.0)
-        return busy
+        there = np.divide(there, speed * alone, out=np.zeros(len(queued)), where=speed > 0)
+        busy = np.minimum((np.sqrt(1.0 + 4.0 * CROWDED * there) - 1.0) / (2.0 * CROWDED), 1.0)
+        share: Floats = np.divide(busy * speed, rate, out=np.zeros(len(queued)), where=rate > 0)
+        return share
 
     def _fastest(self, decodes: Floats, mixed: Floats) -> Floats:
         """Prefills a second of a mixed instance: each rank a full chunk whenever a step may prefill."""
