@@ -117,7 +117,7 @@ FULL_EFFORT = Effort(
         Setting("mimo-v2.5-pro", "math", "on-policy"),
         Setting("deepseek-v3.2", "math", "8"),
     ),
-    ablation_seeds=2,
+    ablation_seeds=1,
 )
 QUICK_EFFORT = Effort(
     budget=QUICK,
