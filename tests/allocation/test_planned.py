@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prorsa.allocation import Allocation, Demand, Planned, Situation
+from prorsa.allocation import Allocation, Demand, Moment, Planned, Situation
 from prorsa.allocation.outlook import CROWDED, FLIP_COST, Bounds, yields
 from prorsa.forecast import Work
 
@@ -218,6 +218,11 @@ def test_a_cadence_keeps_prompts_waiting_on_mixed_instances() -> None:
     often, seldom = (yields(work, now, [now], FLAT, Bounds(1e9, prefill_every=k))[0] for k in (1, 64))
     # One prompt of a second, whose decode makes tokens as soon as it has begun: on average 3 s later with a cadence of 64.
     assert often > seldom
+
+
+def test_it_is_asked_at_syncs_and_starts_unless_told_not_to() -> None:
+    assert Planned(Plain()).moments == set(Moment)
+    assert Planned(Plain(), at_syncs=False).moments == {Moment.GRID}
 
 
 def test_without_a_forecast_of_the_work_there_is_no_plan() -> None:

@@ -84,14 +84,14 @@ class _Flow:
         self._least = new / chunks
         self._long_s = [costs.prefill_step_s(tokens, prefix, 0.5) for tokens in (self._least, self._chunk)]
         context = work.decoding_context if work.decoding else work.turn_prefix + work.turn_new
-        self._context = max(context, 1.0)
-        self._step_s = np.array([costs.decode_step_s(batch, self._context) for batch in BATCHES])
+        context = max(context, 1.0)
+        self._step_s = np.array([costs.decode_step_s(batch, context) for batch in BATCHES])
         self._ranks = costs.ranks
         self._mean_step_s = np.zeros(len(candidates))
         self._every = max(bounds.prefill_every, 1)
         self._even_out = bounds.even_out
         self._slots = bounds.prefill_slots
-        self._room = max(bounds.kv_tokens / self._context, 1.0)
+        self._room = max(bounds.kv_tokens / context, 1.0)
         decoding = max(work.decoding / max(current.decode + current.mixed, 1), 1.0)
         expected = self._step(np.array([decoding]))[0]
         if work.token_s and work.decoding and not current.mixed:
@@ -138,9 +138,14 @@ class _Flow:
             # Prefill: no more than waits, than fits into the decodes' KV cache, and than the instances can do.
             room = np.maximum(decode * self._room - split, 0.0)
             by_split = np.where(decode > 0, np.minimum(prefill * dt / prefill_s, room), 0.0)
-            by_mixed = np.minimum(self._fastest(both, mixed) * mixed * dt, np.maximum(mixed * self._room - both, 0.0))
+            # Of a mixed instance, without the prompts between.
+            decode_s = self._step(both / np.maximum(mixed, 1.0))
+            between_s = (self._every - 1) * decode_s * (both > 0)
+            by_mixed = np.minimum(
+                self._fastest(decode_s, between_s) * mixed * dt, np.maximum(mixed * self._room - both, 0.0)
+            )
             able_to = by_split + by_mixed
-            alone = self._latency(both, mixed, by_mixed, able_to)
+            alone = self._latency(between_s, by_mixed, able_to)
             started = np.minimum(able_to * self._busy(queued, prefill + mixed, able_to / dt, alone), queued)
             to_mixed = np.divide(started * by_mixed, able_to, out=np.zeros(rows), where=able_to > 0)
             placed = np.array([started - to_mixed, to_mixed])
@@ -150,7 +155,7 @@ class _Flow:
             # Decode: tokens of each request in this step of the flow.
             tokens = np.empty_like(decodes)
             tokens[:, 0] = np.where(decode > 0, dt / self._step(split / np.maximum(decode, 1.0)), 0.0)
-            tokens[:, 1] = self._tokens(both, mixed, to_mixed)
+            tokens[:, 1] = self._tokens(decode_s, mixed, to_mixed)
             # Those that were there before others could decode are as many on each instance as they were.
             crowded = dt / self._step(decodes[STAYED].sum(axis=0) / np.maximum(holding, 1.0))
             tokens[STAYED] = np.minimum(tokens[STAYED], crowded)
@@ -168,10 +173,9 @@ class _Flow:
         seconds: Floats = np.interp(decodes, BATCHES, self._step_s)
         return seconds
 
-    def _latency(self, decodes: Floats, mixed: Floats, by_mixed: Floats, able_to: Floats) -> Floats:
-        """Seconds of a prefill alone; on a mixed instance each chunk also waits for its turn in the cadence."""
-        decode_s = self._step(decodes / np.maximum(mixed, 1.0))
-        waits = (self._chunks - 0.5) * (self._every - 1) * decode_s * (decodes > 0)
+    def _latency(self, between_s: Floats, by_mixed: Floats, able_to: Floats) -> Floats:
+        """Seconds of a prefill alone; on a mixed instance each chunk also waits for its turn in the cadence, `between_s`."""
+        waits = (self._chunks - 0.5) * between_s
         share = np.divide(by_mixed, able_to, out=np.zeros(len(able_to)), where=able_to > 0)
         latency: Floats = self._alone_s + share * waits
         return latency
@@ -190,18 +194,15 @@ class _Flow:
         share: Floats = np.divide(busy * speed, rate, out=np.zeros(len(queued)), where=rate > 0)
         return share
 
-    def _fastest(self, decodes: Floats, mixed: Floats) -> Floats:
+    def _fastest(self, decode_s: Floats, between_s: Floats) -> Floats:
         """Prefills a second of a mixed instance: each rank a full chunk whenever a step may prefill."""
-        decode_s = self._step(decodes / np.maximum(mixed, 1.0))
-        cycle = (self._every - 1) * decode_s * (decodes > 0) + np.maximum(self._long_s[1], decode_s)
+        cycle = between_s + np.maximum(self._long_s[1], decode_s)
         fastest: Floats = self._ranks * self._chunk / (self._new * cycle)
         return fastest
 
-    def _tokens(self, decodes: Floats, mixed: Floats, prefills: Floats) -> Floats:
+    def _tokens(self, decode_s: Floats, mixed: Floats, prefills: Floats) -> Floats:
         """Tokens of each decode of mixed instances in this step of the flow, in which they do `prefills`."""
-        engines = np.maximum(mixed, 1.0)
-        decode_s = self._step(decodes / engines)
-        rate = prefills / (engines * self._dt * self._ranks)
+        rate = prefills / (np.maximum(mixed, 1.0) * self._dt * self._ranks)
         # The length of a step and what waits when one may prefill depend on each other; from one step of the flow to the
         # next they change little.
         mean = np.maximum(self._mean_step_s, decode_s)

@@ -9,7 +9,7 @@ import numpy as np
 
 from prorsa.allocation.costs import EngineCosts
 from prorsa.allocation.outlook import Bounds, yields
-from prorsa.allocation.policies import Handling, Moment, Policy, Situation
+from prorsa.allocation.policies import ON_GRID, Handling, Moment, Policy, Situation
 from prorsa.allocation.solver import Allocation
 from prorsa.forecast.work import Work
 
@@ -35,6 +35,10 @@ class Planned(Policy):
     at_syncs: bool = True
     """Whether it decides at other moments than those of the grid."""
 
+    @property
+    def moments(self) -> frozenset[Moment]:
+        return frozenset(Moment) if self.at_syncs else ON_GRID
+
     def decide(self, situation: Situation) -> Allocation | None:
         """Keeps the roles where no trajectory is live, where there is no choice, and until something is known of the turns.
 
@@ -43,7 +47,7 @@ class Planned(Policy):
         current, work = situation.current, situation.work
         if work is None:
             raise ValueError("a plan needs a forecast that says what the work is; use policy.forecast=survival")
-        if not situation.live or (situation.moment is not Moment.GRID and not self.at_syncs):
+        if not situation.live:
             return current
         candidates = self._candidates(current)
         if len(candidates) < 2 or not work.token_s:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from prorsa.allocation.solver import Allocation, served, solve
 from prorsa.forecast.work import Work
@@ -81,8 +81,10 @@ class Handling:
 class Policy(Protocol):
     """Whoever implements one inherits from it, for `moments` and `handling`."""
 
-    moments: ClassVar[frozenset[Moment]] = frozenset(Moment)
-    """When it is asked; at others nothing is forecast and nothing changes."""
+    @property
+    def moments(self) -> frozenset[Moment]:
+        """When it is asked; at others nothing is forecast and nothing changes."""
+        return frozenset(Moment)
 
     def decide(self, situation: Situation) -> Allocation | None:
         """The roles to have next; None where they are nobody's to change."""
