@@ -199,8 +199,10 @@ class Router:
 
     def _move_decodes(self) -> None:
         """Take the next few decodes off fuller instances, when those before have been placed."""
+        if not self._evens_out or self._ready or self._paused:
+            return
         self._moving = [turn for turn in self._moving if not (turn.outcome.done() or turn.in_service)]
-        if not self._evens_out or self._ready or self._moving or self._paused:
+        if self._moving:
             return
         pool, slots = self._fleet.pool, self._limits.prefill_slots
         free = sum(max(0, slots - i.prefills) for role in (Role.PREFILL, Role.MIXED) for i in pool(role))
