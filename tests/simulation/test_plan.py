@@ -14,7 +14,6 @@ from rich.console import Console
 
 from prorsa.cli import main
 from prorsa.config import ConfigError
-from prorsa.simulation.engines.statistics import Statistics
 from prorsa.simulation.experiments.grid import Grid, Job
 from prorsa.simulation.experiments.plan import (
     Advice,
@@ -64,26 +63,7 @@ def advised(seconds: Callable[[Job], float], asked_for: Request | None = None) -
 
     def run(job: Job) -> RunOutcome:
         ran.append(job)
-        return RunOutcome(
-            policy="",
-            steps=[StepOutcome(1, 0.0, seconds(job), 512, 0.0)],
-            trajectory_s=[],
-            statistics=Statistics(),
-            tokens=[],
-            forecasts=[],
-            roles=[],
-            flips=[],
-            turns=0,
-            resends=0,
-            done=0,
-            dropped=0,
-            lost_groups=0,
-            live_max=0,
-            kv_use=[],
-            seconds=0.0,
-            instances=8,
-            gpus=128,
-        )
+        return RunOutcome.of_steps([StepOutcome(1, 0.0, seconds(job), 512, 0.0)])
 
     return plan(asked_for or asked(), Grid(Here(), runner=run)), ran
 

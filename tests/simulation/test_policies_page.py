@@ -13,7 +13,6 @@ import pytest
 
 from prorsa.cli import main
 from prorsa.config import ConfigError
-from prorsa.simulation.engines.statistics import Statistics
 from prorsa.simulation.experiments.grid import Grid, Job
 from prorsa.simulation.experiments.plan import Interval
 from prorsa.simulation.experiments.policies import (
@@ -61,25 +60,10 @@ SMALL = Effort(
 
 
 def outcome(seconds: float, flips: int = 0) -> RunOutcome:
-    return RunOutcome(
-        policy="",
-        steps=[StepOutcome(1, 0.0, seconds, 2, 0.5)],
+    return replace(
+        RunOutcome.of_steps([StepOutcome(1, 0.0, seconds, 2, 0.5)]),
         trajectory_s=[seconds / 2, seconds],
-        statistics=Statistics(),
-        tokens=[],
-        forecasts=[],
-        roles=[],
         flips=[FlipRecord(5.0, 5.5, 0.5, 3)] * flips,
-        turns=10,
-        resends=0,
-        done=2,
-        dropped=0,
-        lost_groups=0,
-        live_max=2,
-        kv_use=[],
-        seconds=seconds,
-        instances=8,
-        gpus=128,
     )
 
 

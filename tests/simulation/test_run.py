@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_profile import DECODE_STEP, PREFILL_STEP, write_tiny_profile
 
 from prorsa.cli import main
 from prorsa.config import ConfigError, validated
@@ -15,38 +16,10 @@ from prorsa.simulation.experiments.settings import scenario_path
 from prorsa.simulation.run import run_scenario
 from prorsa.simulation.scenario import Scenario, load_scenario
 
-PREFILL_STEP, DECODE_STEP = 0.1, 0.01
-
-PROFILE = """
-name: tiny
-model: none
-gpu: none
-source: made up
-gpus: 1
-ranks: 1
-grid: tiny.csv
-chunk: 500
-kv_tokens: 100000
-kv_bytes: 1000
-max_running: 64
-network_bytes_per_s: 1000000
-store_bytes_per_s: 1000000000
-flip_s: 1
-update_s: 2
-"""
-
 
 @pytest.fixture
 def profile(tmp_path: Path) -> str:
-    """Steps take what they take whatever their load."""
-    rows = [
-        "phase,tokens,context,attn_ms,dense_ms,moe_ms,moe_skewed_ms,comm_ms",
-        f"prefill,500,0,{1000 * PREFILL_STEP},0,0,0,0",
-        f"decode,1,0,{1000 * DECODE_STEP},0,0,0,0",
-    ]
-    (tmp_path / "tiny.csv").write_text("\n".join(rows) + "\n")
-    (tmp_path / "tiny.yaml").write_text(PROFILE)
-    return str(tmp_path / "tiny.yaml")
+    return write_tiny_profile(tmp_path, max_running=64)
 
 
 def scenario(profile: str, workload: dict[str, object], rollout: dict[str, object], **policies: object) -> Scenario:

@@ -58,7 +58,7 @@ class RunOutcome:
     tokens: list[Volume]
     """In bins of `BIN_S` seconds from 0 on: prompts when their prefill was done, resends included, output when decoded."""
     forecasts: list[ForecastWindow]
-    """Of the policy `adaptive`; the others have none."""
+    """Of the policies that follow a forecast; the others have none."""
     roles: list[RoleCount]
     """After each change."""
     flips: list[FlipRecord]
@@ -75,6 +75,30 @@ class RunOutcome:
     """Length of the run."""
     instances: int
     gpus: int
+
+    @classmethod
+    def of_steps(cls, steps: list[StepOutcome]) -> RunOutcome:
+        """Of which nothing but the steps is known."""
+        return cls(
+            policy="",
+            steps=steps,
+            trajectory_s=[],
+            statistics=Statistics(),
+            tokens=[],
+            forecasts=[],
+            roles=[],
+            flips=[],
+            turns=0,
+            resends=0,
+            done=0,
+            dropped=0,
+            lost_groups=0,
+            live_max=0,
+            kv_use=[],
+            seconds=0.0,
+            instances=0,
+            gpus=0,
+        )
 
     @property
     def rollout_s(self) -> float:

@@ -26,7 +26,6 @@ import numpy as np
 
 from prorsa.config import ConfigError, Planning
 from prorsa.simulation.bounds import step_bounds
-from prorsa.simulation.engines.statistics import Statistics
 from prorsa.simulation.experiments import paper
 from prorsa.simulation.experiments.grid import Grid, Job
 from prorsa.simulation.experiments.plan import Interval, interval
@@ -417,31 +416,9 @@ def rehearsed(effort: Effort, policies: frozenset[str]) -> list[Job]:
     def made_up(job: Job) -> RunOutcome:
         seen.append(job)
         parts = [int(part) for part in (job.policy.split or "3:5").split(":")]
-        return _made_up(1.0 + abs(parts[0] / sum(parts) - 3 / 8))
+        seconds = 1.0 + abs(parts[0] / sum(parts) - 3 / 8)
+        return RunOutcome.of_steps([StepOutcome(1, 0.0, seconds, 0, 0.0)])
 
     with ThreadPoolExecutor(1) as executor:
         Study(effort, Lab(effort.budget, Grid(executor, runner=made_up)), policies).run()
     return seen
-
-
-def _made_up(seconds: float) -> RunOutcome:
-    return RunOutcome(
-        policy="",
-        steps=[StepOutcome(1, 0.0, seconds, 0, 0.0)],
-        trajectory_s=[],
-        statistics=Statistics(),
-        tokens=[],
-        forecasts=[],
-        roles=[],
-        flips=[],
-        turns=0,
-        resends=0,
-        done=0,
-        dropped=0,
-        lost_groups=0,
-        live_max=0,
-        kv_use=[],
-        seconds=seconds,
-        instances=0,
-        gpus=0,
-    )
