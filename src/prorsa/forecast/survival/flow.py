@@ -8,8 +8,10 @@ leaves it: [j] is the chance that it is j bins later, for what enters at any mom
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prorsa.forecast.durations import Floats
 
@@ -100,105 +102,109 @@ class Passed:
 
 def pass_through(stages: Stages) -> Passed:
     """Serve the queue in order and let what is decoded come back."""
+    admitted_queued, spare = _serve_queued(stages)
+    returned = _passed(admitted_queued, *_returns(stages, stages.queued_turns))
+    served, again = _serve_new(stages, returned, spare)
+    admitted_new = _delayed(served, stages)
+    both = np.concatenate((admitted_queued, admitted_new), axis=1)
+    ends = np.concatenate((stages.queued_turns.ends, stages.turns.ends))
+    speed = np.repeat((stages.queued_turns.speed, stages.turns.speed), len(stages.appended))
+    output = speed[:, None] * stages.grid.lags
+    stays = 1.0 - np.cumsum(ends, axis=1)
+    return Passed(
+        stages.coming + again,
+        again,
+        admitted_queued,
+        admitted_new,
+        _passed(both, ends, ends * output).reshape(2, 2, *again.shape[1:]).sum(axis=1),
+        _passed(both, stays, stays * output).sum(axis=1),
+    )
+
+
+def _serve_queued(stages: Stages) -> tuple[Floats, Floats]:
+    """([2, task, bin] of the queue that is admitted to decode, [bin]: seconds of the instances that are left then).
+
+    The prefill instances are as one server, which works on the queue before it works on what arrives.
+    """
+    bins, work = stages.grid.bins, stages.queued.work
+    capacity = stages.instances * stages.grid.step
+    done = np.minimum(capacity * np.arange(1.0, bins + 1.0), work)
+    share = np.diff(done / work, prepend=0.0) if work > 0.0 else np.eye(1, bins)[0]
+    return stages.queued.volume[:, :, None] * share, np.maximum(capacity - np.diff(done, prepend=0.0), 0.0)
+
+
+def _serve_new(stages: Stages, returned: Floats, spare: Floats) -> tuple[Floats, Floats]:
+    """Serve what arrives in order, in the seconds `spare` [bin] of the instances.
+
+    `returned` [2, task, bin] comes back of the queue. Returns [2, task, bin] each: what is served, and what comes back of
+    the queue and of that.
+    """
     tasks, bins = stages.coming.shape[1:]
-    back, growth = _kernels(stages)
-    at_once = back[tasks:, 0], growth[tasks:, 0]
-    later = np.zeros_like(stages.coming)
-    # What is queued now in the first rows, what arrives in the others.
-    admitted = np.zeros((2, 2 * tasks, bins))
-    server = _Server(stages, admitted)
+    chance, gain = (_delayed(kernel, stages) for kernel in _returns(stages, stages.turns))
+    # [task, what returns, bins ago, what was served], the oldest first: what returns in a bin is one product.
+    kernel = np.zeros((tasks, 2, bins, 2))
+    kernel[:, REQUESTS, :, REQUESTS] = kernel[:, TOKENS, :, TOKENS] = chance[:, ::-1]
+    kernel[:, TOKENS, :, REQUESTS] = gain[:, ::-1]
+    at_once, history = kernel[:, :, -1], kernel.reshape(tasks, 2, 2 * bins)
+    coming, returned = (np.ascontiguousarray(volume.transpose(2, 1, 0)) for volume in (stages.coming, returned))
+    served, again = np.zeros((tasks, bins, 2)), np.zeros((bins, tasks, 2))
+    sofar = served.reshape(tasks, 2 * bins, 1)
+    waiting, work, came = np.zeros((tasks, 2)), 0.0, np.zeros((tasks, 2))
     for k in range(bins):
-        server.begin(k)
-        sofar, chance, gain = admitted[:, :, : k + 1], back[:, k::-1], growth[:, k::-1]
-        requests = np.einsum("tj,tj->t", sofar[REQUESTS], chance)
-        tokens = np.einsum("tj,tj->t", sofar[TOKENS], chance) + np.einsum("tj,tj->t", sofar[REQUESTS], gain)
-        came = np.stack((requests, tokens)).reshape(2, 2, tasks).sum(axis=1)
+        waiting += coming[k]
+        work += float(stages.coming_work[k])
+        left = float(spare[k])
+        came += returned[k]
+        if k:
+            came += np.matmul(history[:, :, 2 * (bins - 1 - k) : -2], sofar[:, : 2 * k])[:, :, 0]
         for _ in range(ROUNDS):
-            later[:, :, k] += came
-            served = server.serve(came)
-            came = np.stack(
-                (served[REQUESTS] * at_once[0], served[TOKENS] * at_once[0] + served[REQUESTS] * at_once[1])
-            )
-        # Whatever is left of those comes with the next bin.
-        if k + 1 < bins:
-            server.owe(came)
-            later[:, :, k + 1] += came
-    queued, new = admitted[:, :tasks], admitted[:, tasks:]
-    ended, decoding = np.zeros_like(later), np.zeros((2, bins))
-    for volume, turns in ((queued, stages.queued_turns), (new, stages.turns)):
-        output = turns.speed * stages.grid.lags
-        stays = 1.0 - np.cumsum(turns.ends, axis=1)
-        ended += convolved(volume, turns.ends)
-        ended[TOKENS] += convolved(volume[REQUESTS], turns.ends * output)
-        decoding += convolved(volume, stays).sum(axis=1)
-        decoding[TOKENS] += convolved(volume[REQUESTS], stays * output).sum(axis=0)
-    return Passed(stages.coming + later, later, queued, new, ended, decoding)
+            again[k] += came
+            waiting += came
+            work += float(came[:, REQUESTS] @ stages.later_work)
+            share = min(left / work, 1.0) if work > 0.0 else 1.0
+            now = share * waiting
+            waiting -= now
+            left -= share * work
+            work *= 1.0 - share
+            served[:, k] += now
+            # What the last round leaves of these comes with the next bin.
+            came = np.matmul(at_once, now[:, :, None])[:, :, 0]
+    return served.transpose(2, 0, 1), again.transpose(2, 1, 0)
 
 
-class _Server:
-    """The prefill instances as one server that works on the queue first and then on what arrives, in order."""
-
-    def __init__(self, stages: Stages, admitted: Floats) -> None:
-        self._stages = stages
-        self._admitted = admitted
-        self._tasks = len(stages.appended)
-        self._old, self._old_work = stages.queued.volume.copy(), stages.queued.work
-        self._new, self._new_work = np.zeros_like(self._old), 0.0
-        whole, self._part = divmod(stages.latency / stages.grid.step, 1.0)
-        self._late = int(whole)
-        self._bin = 0
-        self._left = 0.0
-
-    def begin(self, k: int) -> None:
-        """Bin k begins: the queue is served, and what was to come arrives."""
-        self._bin, self._left = k, self._stages.instances * self._stages.grid.step
-        if self._old_work > 0.0:
-            share = min(self._left / self._old_work, 1.0)
-            self._left -= share * self._old_work
-            self._old_work *= 1.0 - share
-        else:
-            share = 1.0
-        self._admitted[:, : self._tasks, k] += share * self._old
-        self._old *= 1.0 - share
-        self._new += self._stages.coming[:, :, k]
-        self._new_work += float(self._stages.coming_work[k])
-
-    def owe(self, volume: Floats) -> None:
-        """Requests that are served later."""
-        self._new += volume
-        self._new_work += float(volume[REQUESTS] @ self._stages.later_work)
-
-    def serve(self, volume: Floats) -> Floats:
-        """`volume` arrives in this bin too; returns what of all that waits is admitted to decode within the bin."""
-        self.owe(volume)
-        share = min(self._left / self._new_work, 1.0) if self._new_work > 0.0 else 1.0
-        served = share * self._new
-        self._left -= share * self._new_work
-        self._new_work *= 1.0 - share
-        self._new -= served
-        first = self._bin + self._late
-        for at, part in ((first, 1.0 - self._part), (first + 1, self._part)):
-            if at < self._admitted.shape[-1]:
-                self._admitted[:, self._tasks :, at] += part * served
-        return served * (1.0 - self._part) if not self._late else np.zeros_like(served)
+def _returns(stages: Stages, turns: Turns) -> tuple[Floats, Floats]:
+    """From admission to the next request, [task, lag]: the chance, and the chance times what the context gains."""
+    output = turns.speed * stages.grid.lags
+    back, gain = convolved(np.array((turns.ends, turns.ends * output)), stages.tools)
+    goes_on = turns.goes_on[:, None]
+    return goes_on * back, goes_on * (gain + stages.appended[:, None] * back)
 
 
-def _kernels(stages: Stages) -> tuple[Floats, Floats]:
-    """From admission to the next request, [2 tasks, lag]: the chance, and the chance times what the context gains."""
-    rows = []
-    for turns in (stages.queued_turns, stages.turns):
-        back = convolved(turns.ends, stages.tools)
-        output = convolved(turns.ends * (turns.speed * stages.grid.lags), stages.tools)
-        goes_on = turns.goes_on[:, None]
-        rows.append((goes_on * back, goes_on * (output + stages.appended[:, None] * back)))
-    back, growth = (np.concatenate(parts) for parts in zip(*rows, strict=True))
-    return back, growth
+def _delayed(volume: Floats, stages: Stages) -> Floats:
+    """[..., bin], as much later as a prefill takes at least."""
+    whole, part = divmod(stages.latency / stages.grid.step, 1.0)
+    delay = np.zeros(stages.grid.bins + 2)
+    at = min(int(whole), stages.grid.bins)
+    delay[at : at + 2] = 1.0 - part, part
+    return convolved(volume, delay[None, :-2])
+
+
+def _passed(volume: Floats, chance: Floats, gain: Floats) -> Floats:
+    """[2, task, bin] that leaves a stage; `gain` [task, lag] are the tokens that a request gains, times the chance."""
+    through = convolved(volume, chance)
+    through[TOKENS] += convolved(volume[REQUESTS], gain)
+    return through
 
 
 def convolved(volume: Floats, kernel: Floats) -> Floats:
     """What leaves a stage, on the same grid: [..., task, bin] through [task, lag]."""
-    bins = kernel.shape[-1]
-    lag = np.arange(bins)[:, None] - np.arange(bins)[None, :]
-    matrix = np.where(lag >= 0, kernel[:, lag], 0.0)
-    through: Floats = np.einsum("tkj,...tj->...tk", matrix, volume)
+    late = np.concatenate((kernel, np.zeros((len(kernel), 1))), axis=1)
+    through: Floats = np.einsum("tkj,...tj->...tk", late[:, _lags(kernel.shape[-1])], volume)
     return through
+
+
+@lru_cache(maxsize=4)
+def _lags(bins: int) -> NDArray[np.intp]:
+    """[bin, earlier bin]: the lag between them, `bins` where the second is not the earlier one."""
+    lag = np.arange(bins)[:, None] - np.arange(bins)
+    return np.where(lag >= 0, lag, bins)
