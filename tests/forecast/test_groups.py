@@ -36,7 +36,7 @@ def test_the_chance_of_the_last_turn_is_calibrated_in_every_group():
             for total in members[members > turn]:
                 if group >= 100:
                     first = np.zeros(1, np.int32)
-                    chance = endings.chances(["task"], [str(group)])(first, first, first + turn)
+                    chance = 1.0 - endings.going_on(["task"], [str(group)])(first, first, first + turn)
                     said.append((chance[0], turn))
                     came.append(total == turn + 1)
                 endings.add("task", str(group), turn, total == turn + 1)

@@ -66,9 +66,9 @@ class Contexts:
         """Tokens of the context that are in a cache: of one in DECODE, those with which it began."""
         return self._cached.get(trajectory, 0)
 
-    def has_prompt(self, group: str) -> bool:
-        """Whether the first prompt of the group is in a cache."""
-        return group in self._computed
+    def have_prompts(self, groups: Sequence[str]) -> NDArray[np.bool_]:
+        """Whether the first prompt of each group is in a cache."""
+        return np.fromiter(map(self._computed.__contains__, groups), dtype=np.bool_, count=len(groups))
 
     def uncached(self, trajectory: str, group: str, tokens: int) -> int:
         """Of a prompt of `tokens`, how many have to be computed; one at least."""
@@ -77,13 +77,15 @@ class Contexts:
             cached = self._shared(group)
         return max(tokens - cached, 1)
 
-    def all_uncached(self, trajectories: Sequence[str], groups: Sequence[str], tokens: NDArray[np.int64]) -> Floats:
-        """`uncached` of each."""
+    def all_uncached(
+        self, trajectories: Sequence[str], groups: Sequence[str], group: NDArray[np.int32], tokens: NDArray[np.int64]
+    ) -> Floats:
+        """`uncached` of each, with the codes of their groups."""
         known = map(self._cached.get, trajectories, repeat(-1))
-        cached = np.fromiter(known, dtype=np.float64, count=len(trajectories))
-        for row in np.flatnonzero(cached < 0).tolist():
-            cached[row] = self._shared(groups[row])
-        uncached: Floats = np.maximum(tokens - cached, 1.0)
+        cached = np.fromiter(known, dtype=np.int64, count=len(trajectories))
+        first = np.flatnonzero(cached < 0)
+        cached[first] = [self._shared(groups[code]) for code in group[first].tolist()]
+        uncached: Floats = np.maximum(tokens - cached, 1).astype(np.float64)
         return uncached
 
     def _shared(self, group: str) -> int:

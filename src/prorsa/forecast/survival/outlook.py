@@ -88,12 +88,16 @@ class Outlook:
         self._groups = snapshot.names.groups or ("",)
         self._appended = np.array([learnt.lengths.appended_by_any(task) for task in self._tasks])
         self._fixed, self._slope = learnt.prefill_time.line()
-        chances = learnt.endings.chances(self._tasks, self._groups)
-        self._goes_on = 1.0 - chances(snapshot.task, snapshot.group, snapshot.turn)
-        # The turn after the present one, for those that have one to end first.
-        busy = np.isin(snapshot.state, (State.READY, State.PREFILL, State.DECODE))
-        self._comes = np.where(busy, self._goes_on, 1.0)
-        self._then_goes_on = 1.0 - chances(snapshot.task, snapshot.group, snapshot.turn + busy)
+        going_on = learnt.endings.going_on(self._tasks, self._groups)
+        # Those that have a turn to end first.
+        self._busy = np.concatenate((self._rows[State.DECODE], self._queued))
+        task, group, turn = snapshot.task, snapshot.group, snapshot.turn.copy()
+        self._goes_on = going_on(task[self._busy], group[self._busy], turn[self._busy])
+        """Of `_busy`."""
+        self._comes = np.ones(len(snapshot))
+        self._comes[self._busy] = self._goes_on
+        turn[self._busy] += 1
+        self._then_goes_on = going_on(task, group, turn)
 
     def forecast(self) -> Forecast:
         tools, tool_kernel, away = self._in_tools()
@@ -200,7 +204,7 @@ class Outlook:
         expected = np.array([learnt.lengths.first(task) for task in self._tasks])
         prompts = np.where(known > 0, known, expected[snapshot.task[rows]])
         group = snapshot.group[rows]
-        cached = np.array([learnt.contexts.has_prompt(self._groups[code]) for code in group.tolist()])
+        cached = learnt.contexts.have_prompts([self._groups[code] for code in group.tolist()])
         # Of a group whose prompt nobody has computed yet, one member does.
         new = np.where(cached, SEED, prompts / np.bincount(group)[group])
         volume = np.array([cells.sums(), cells.sums(prompts)])
@@ -250,7 +254,7 @@ class Outlook:
     def _decoding(self) -> Decoding:
         snapshot, learnt, grid = self._snapshot, self._learnt, self._grid
         decode = self._rows[State.DECODE]
-        rows = np.concatenate((decode, self._queued))
+        rows = self._busy
         context, speeds, mean_speed = self._contexts(decode, rows)
         usual = learnt.groups.factors(self._groups)
         factors = usual[snapshot.group[rows]]
@@ -282,7 +286,7 @@ class Outlook:
         ends = curves.ends(which[now], reached[now], step[now], BINS)
         task = cells.columns[0][now]
         flows = []
-        for share in (np.ones(len(rows)), self._goes_on[rows]):
+        for share in (np.ones(len(rows)), self._goes_on):
             weights = np.array([cells.sums(value)[now] for value in (share, share * context, share * speeds)])
             through = self._through(task, weights, ends)
             through[TOKENS] += through[2] * grid.middles
@@ -305,7 +309,7 @@ class Outlook:
             spread=float(cells.sums(context**2)[now] @ (after[:, -1] * (1.0 - after[:, -1]))),
             queued=Turns(
                 self._through(cells.columns[0][wait], count[None, wait], waiting)[0] / numbers,
-                self._mean_by_task(self._queued, self._goes_on[self._queued]),
+                self._mean_by_task(self._queued, self._goes_on[len(decode) :]),
                 mean_speed,
             ),
             later=later,
@@ -335,8 +339,8 @@ class Outlook:
         """Tokens to compute of what is queued."""
         snapshot, rows = self._snapshot, self._queued
         ids = [snapshot.ids[row] for row in rows.tolist()]
-        groups = [self._groups[group] for group in snapshot.group[rows].tolist()]
-        return float(self._learnt.contexts.all_uncached(ids, groups, snapshot.tokens[rows]).sum())
+        contexts = self._learnt.contexts
+        return float(contexts.all_uncached(ids, self._groups, snapshot.group[rows], snapshot.tokens[rows]).sum())
 
     # What comes of it.
 
