@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from prorsa.forecast.backoff import Backoff, Ema, resolve
-from prorsa.forecast.durations import Durations, Floats, Running
+from prorsa.forecast.backoff import Backoff, Ema
+from prorsa.forecast.durations import Durations, Floats, expected_ends
 from prorsa.forecast.injection import Injection
 from prorsa.lifecycle import events as e
 from prorsa.lifecycle.events import SandboxMode
@@ -65,12 +65,12 @@ class Launches:
 
     def _rewards_within(self, snapshot: Snapshot, rows: NDArray[np.intp], horizons: Floats) -> Floats:
         """The sum of q_i (Eq. 2) over `rows` for each of `horizons`."""
-        tasks = snapshot.names.tasks
-        classes, which = resolve(
-            [snapshot.task[rows]], lambda task: self._rewards.find((tasks[task],)), unknown=Durations()
-        )
-        running = Running(classes, which, elapsed(snapshot, rows))
-        return np.array([running.ends_within(until).sum() for until in horizons.tolist()])
+        task, taken = snapshot.task[rows], elapsed(snapshot, rows)
+        total = np.zeros(len(horizons))
+        for code in np.flatnonzero(np.bincount(task)).tolist():
+            durations = self._rewards.find((snapshot.names.tasks[code],)) or Durations()
+            total += expected_ends(durations, taken[task == code], horizons)
+        return total
 
 
 def elapsed(snapshot: Snapshot, rows: NDArray[np.intp]) -> Floats:
