@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,9 @@ class Cells:
         for column in columns:
             low = int(column.min()) if len(column) else 0
             width = int(column.max()) - low + 1 if len(column) else 1
-            code = code * width + (column - low)
+            code *= width
+            code += column
+            code -= low
             radices.append((low, width))
         if math.prod(width for _, width in radices) <= DENSE:
             counts = np.bincount(code)
@@ -37,19 +40,23 @@ class Cells:
         """Of each cell."""
         for low, width in reversed(radices):
             used, digit = np.divmod(used, width)
-            self.columns.insert(0, (digit + low).astype(np.intp))
+            self.columns.insert(0, digit + low)
 
     def __len__(self) -> int:
         return len(self.columns[0])
 
-    def sums(self, values: Floats | None = None) -> Floats:
-        """[cell]: the sum of the rows' values, or their number."""
-        sums: Floats = np.bincount(self.cell, values, len(self)).astype(np.float64)
-        return sums
+    @cached_property
+    def count(self) -> Floats:
+        """[cell]: the number of rows."""
+        return np.bincount(self.cell, minlength=len(self)).astype(np.float64)
+
+    def sums(self, values: Floats) -> Floats:
+        """[cell]: the sum of the rows' values."""
+        return np.bincount(self.cell, values, len(self)).astype(np.float64, copy=False)
 
     def means(self, values: Floats) -> Floats:
         """[cell]."""
-        means: Floats = self.sums(values) / self.sums()
+        means: Floats = self.sums(values) / self.count
         return means
 
     def pairs(self) -> Iterator[tuple[int, int]]:

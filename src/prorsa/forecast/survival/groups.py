@@ -140,23 +140,22 @@ class GroupLengths:
 class _Task:
     def __init__(self) -> None:
         size = EXACT + 20 * OCTAVE
-        self.turns = [0.0] * size
+        self.turns = array("d", [0.0] * size)
         """Turns of each class that have ended, each with the inclination of its group."""
-        self.last = [0.0] * size
+        self.last = array("d", [0.0] * size)
         """Of these, those that were the last of their trajectory."""
         self.all_turns = self.all_last = 0.0
 
     def chance(self, place: int) -> float:
-        return min((self.last[place] + SHRINK * self._overall) / (self.turns[place] + SHRINK), MOST)
-
-    def chances(self) -> Floats:
-        """`chance` of each place."""
-        chances = (np.array(self.last) + SHRINK * self._overall) / (np.array(self.turns) + SHRINK)
-        return np.minimum(chances, MOST)
+        return min((self.last[place] + SHRINK * self.overall) / (self.turns[place] + SHRINK), MOST)
 
     @property
-    def _overall(self) -> float:
-        return (self.all_last + 0.5) / (self.all_turns + 2.0)
+    def overall(self) -> float:
+        """0 where no turn has ended."""
+        return (self.all_last + 0.5) / (self.all_turns + 2.0) if self.all_turns else 0.0
+
+
+_NOTHING = _Task()
 
 
 class Endings:
@@ -190,20 +189,19 @@ class Endings:
 
     def going_on(
         self, tasks: Sequence[str], groups: Sequence[str]
-    ) -> Callable[[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]], Floats]:
+    ) -> Callable[[NDArray[np.integer], NDArray[np.int32], NDArray[np.int32]], Floats]:
         """The chances that a turn is not the last, of rows by their codes in `tasks` and `groups` and the turns' indices.
 
         1 for a task of which no turn has ended.
         """
-        logarithms = np.zeros((len(tasks), EXACT + 20 * OCTAVE))
-        for code, name in enumerate(tasks):
-            counts = self._tasks.get(name)
-            if counts is not None:
-                logarithms[code] = np.log1p(-counts.chances())
+        counts = [self._tasks.get(name, _NOTHING) for name in tasks]
+        turns, last = np.array([one.turns for one in counts]), np.array([one.last for one in counts])
+        shrink = SHRINK * np.array([one.overall for one in counts])
+        logarithms = np.log1p(-np.minimum((last + shrink[:, None]) / (turns + SHRINK), MOST))
         ended, expected = self._groups.of(groups)
         inclination = (FRAILTY + ended) / (FRAILTY + expected)
 
-        def of(task: NDArray[np.int32], group: NDArray[np.int32], turn: NDArray[np.int32]) -> Floats:
+        def of(task: NDArray[np.integer], group: NDArray[np.int32], turn: NDArray[np.int32]) -> Floats:
             # Turns are few beside rows.
             by_turn = logarithms[:, _places(np.arange(turn.max(initial=0) + 1))]
             logarithm = by_turn.ravel()[task * by_turn.shape[1] + turn]

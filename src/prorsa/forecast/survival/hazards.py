@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +50,9 @@ class Hazards:
 
     def __init__(self) -> None:
         self._rows: dict[Key, int] = {}
+        """From 1 on; row 0 is that of all classes of which nothing is known."""
         self._chains: dict[Key, tuple[int, ...]] = {}
-        self._ended = array("d")
+        self._ended = array("d", [0.0] * (BINS + 1))
         """Row by row the weight of the values in each bin, and behind them that of those that never ended."""
         self._since: float | None = None
         """What begins then has weight 1."""
@@ -67,43 +69,39 @@ class Hazards:
 
     def weights(self, began: Floats, time: float) -> Floats:
         """What operations count at `time` that began then."""
-        weights: Floats = 2.0 ** ((began - time) / HALF_LIFE)
+        weights: Floats = np.exp2((began - time) / HALF_LIFE)
         return weights
 
-    def curves(self, keys: Sequence[Key], which: Indices, reached: Floats, weight: Floats, time: float) -> Curves:
-        """The survival curves of `keys` at `time`. There is one key at least, and all have the same length.
+    def curves(
+        self,
+        keys: Sequence[Key],
+        which: Indices,
+        reached: Floats,
+        weight: Floats,
+        time: float,
+        around: tuple[Curves, Indices] | None = None,
+    ) -> Curves:
+        """The survival curves of `keys` at `time`. There is one key at least, they differ, and all have the same length.
 
-        Operations of class `keys[which[i]]` that count `weight[i]` still run and have reached `reached[i]`.
+        Operations of class `keys[which[i]]` that count `weight[i]` still run and have reached `reached[i]`. `around` may be
+        given where it is known: the curves of the classes just around these, for the same operations, and which is whose.
         """
-        cells = bins_of(reached)
-        scale = 1.0 / self._weight(time)
-        hazards: Floats = np.full((1, BINS), PRIOR_HAZARD)
-        around = np.zeros(len(keys), dtype=np.intp)
-        for length in range(len(keys[0]) + 1):
+        if around is None and keys[0]:
             prefixes: dict[Key, int] = {}
-            mine = np.array([prefixes.setdefault(key[:length], len(prefixes)) for key in keys], dtype=np.intp)
-            parents = np.zeros(len(prefixes), dtype=np.intp)
-            parents[mine] = around
-            size = len(prefixes) * BINS
-            running = np.bincount(mine[which] * BINS + cells, weight, size).astype(np.float64).reshape(-1, BINS)
-            shrink = SHRINK if length else PRIOR
-            hazards = _shrunk(scale * self._counts(list(prefixes)), running, hazards[parents], shrink)
-            around = mine
-        return Curves(hazards[around])
-
-    def _counts(self, prefixes: Sequence[Key]) -> Floats:
-        """[class, bin] with the weight of what never ended in the last column."""
-        counts = np.zeros((len(prefixes), BINS + 1))
-        known = [(index, row) for index, prefix in enumerate(prefixes) if (row := self._rows.get(prefix)) is not None]
-        if known:
-            ended = np.frombuffer(self._ended).reshape(-1, BINS + 1)
-            counts[[index for index, _ in known]] = ended[[row for _, row in known]]
-        return counts
+            parents = np.array([prefixes.setdefault(key[:-1], len(prefixes)) for key in keys], dtype=np.intp)
+            around = self.curves(list(prefixes), parents[which], reached, weight, time), parents
+        hazards, shrink = (PRIOR_HAZARD, PRIOR) if around is None else (around[0].hazards[around[1]], SHRINK)
+        now = self._weight(time)
+        rows = np.array([self._rows.get(key, 0) for key in keys], dtype=np.intp)
+        counts = np.frombuffer(self._ended).reshape(-1, BINS + 1)[rows]
+        counts /= now
+        running = np.bincount(which * BINS + bins_of(reached), weight, len(keys) * BINS).astype(np.float64, copy=False)
+        return Curves(_shrunk(counts, running.reshape(-1, BINS), hazards, shrink))
 
     def _row(self, prefix: Key) -> int:
         row = self._rows.get(prefix)
         if row is None:
-            row = self._rows[prefix] = len(self._rows)
+            row = self._rows[prefix] = len(self._rows) + 1
             self._ended.extend([0.0] * (BINS + 1))
         return row
 
@@ -122,32 +120,53 @@ class Curves:
     """Survival curves, one for each of the keys that they were asked for: Pr(value > x)."""
 
     def __init__(self, hazards: Floats) -> None:
-        self._survival = np.concatenate((np.ones((len(hazards), 1)), np.cumprod(1.0 - hazards, axis=1)), axis=1)
-        self._flat = self._survival.ravel()
-        self._steps = np.diff(self._survival, axis=1, append=0.0).ravel()
-        self._steps[BINS :: BINS + 1] = 0.0
+        self.hazards = hazards
+        """[key, bin]."""
+
+    @cached_property
+    def _survival(self) -> Floats:
+        """[key, edge]."""
+        survival = np.ones((len(self.hazards), BINS + 1))
+        np.subtract(1.0, self.hazards, out=survival[:, 1:])
+        return np.cumprod(survival, axis=1, out=survival)
+
+    @cached_property
+    def _steps(self) -> Floats:
+        """[key, edge]: from one edge to the next; nothing is known beyond the last one."""
+        steps = np.zeros_like(self._survival)
+        np.subtract(self._survival[:, 1:], self._survival[:, :-1], out=steps[:, :-1])
+        return steps
 
     def beyond(self, which: Indices, value: Floats) -> Floats:
         """Pr(value > x) for x = `value`; the curve of row i is that of key `which[i]`, columns are further values."""
-        place = np.log2(np.maximum(value, EDGES[1] / 2))
-        place -= LEAST
-        place *= OCTAVE
-        np.clip(place, 0.0, BINS, out=place)
-        edge = place.astype(np.intp)
-        place -= edge
+        beyond = _places(value)
+        edge = beyond.astype(np.intp)
+        beyond -= np.trunc(beyond)
         edge += which * (BINS + 1) if value.ndim == 1 else (which * (BINS + 1))[:, None]
-        place *= self._steps[edge]
-        place += self._flat[edge]
-        beyond: Floats = place
+        beyond *= self._steps.ravel().take(edge)
+        beyond += self._survival.ravel().take(edge)
         return beyond
 
-    def ends(self, which: Indices, reached: Floats, step: Floats, steps: int) -> Floats:
-        """[operation, k]: Pr(it ends between `reached` + k * `step` and one step later | it got to `reached`)."""
-        return self._between(which, reached[:, None] + step[:, None] * np.arange(steps + 1))
+    def stays(self, which: Indices, reached: Floats, after: Floats) -> Floats:
+        """[operation, k]: Pr(value > `reached` + `after[k]` | it got to `reached`).
+
+        `after` begins with 0, and may be of each operation: [operation, k].
+        """
+        beyond = self.beyond(which, reached[:, None] + after)
+        # Where hardly any gets to `reached`, it goes on for ever.
+        alive = np.maximum(beyond[:, :1], _TINY)
+        beyond /= alive
+        return beyond
+
+    def ends(self, which: Indices, reached: Floats, after: Floats) -> Floats:
+        """[operation, k]: Pr(it ends between `reached` + `after[k]` and `reached` + `after[k + 1]` | it got there)."""
+        stays = self.stays(which, reached, after)
+        ends: Floats = stays[:, :-1] - stays[:, 1:]
+        return ends
 
     def kernel(self, which: Indices, reached: Floats, step: Floats, steps: int) -> Floats:
-        """[operation, j]: the same for operations that start at any moment of a step: the chance to end j steps later."""
-        return self._between(which, reached[:, None] + step[:, None] * np.maximum(np.arange(steps + 1) - 0.5, 0.0))
+        """[operation, j]: those that start at any moment of a `step` and get to `reached` end j steps later."""
+        return self.ends(which, reached, step[:, None] * np.maximum(np.arange(steps + 1) - 0.5, 0.0))
 
     def within(self, which: Indices, limit: float) -> tuple[Floats, Floats]:
         """(Pr(value < `limit`), expected value of such a one) of those that begin."""
@@ -157,22 +176,19 @@ class Curves:
         chance = 1.0 - beyond
         return chance, np.clip((area - limit * beyond) / np.maximum(chance, _TINY), 0.0, limit)
 
-    def _between(self, which: Indices, points: Floats) -> Floats:
-        beyond = self.beyond(which, points)
-        beyond /= np.maximum(beyond[:, :1], _TINY)
-        ends: Floats = beyond[:, :-1] - beyond[:, 1:]
-        return ends
+    @cached_property
+    def _areas(self) -> Floats:
+        """[key, edge]: the area under the curve from there on."""
+        areas = np.zeros_like(self._survival)
+        areas[:, :-1] = np.diff(EDGES) * (self._survival[:, 1:] + self._survival[:, :-1]) / 2
+        return np.cumsum(areas[:, ::-1], axis=1)[:, ::-1]
 
     def left(self, which: Indices, reached: Floats) -> Floats:
         """Expected value minus `reached`, of those that get there."""
-        widths = np.diff(EDGES)
-        areas = widths * (self._survival[:, 1:] + self._survival[:, :-1]) / 2
-        after = np.cumsum(areas[:, ::-1], axis=1)[:, ::-1]
-        after = np.concatenate((after, np.zeros((len(after), 1))), axis=1)
-        cell = bins_of(reached)
+        edge = bins_of(reached) + 1
         alive = np.maximum(self.beyond(which, reached), _TINY)
-        rest = (EDGES[cell + 1] - reached) * (alive + self._survival[which, cell + 1]) / 2
-        left: Floats = (np.maximum(rest, 0.0) + after[which, cell + 1]) / alive
+        rest = (EDGES[edge] - reached) * (alive + self._survival[which, edge]) / 2
+        left: Floats = (np.maximum(rest, 0.0) + self._areas[which, edge]) / alive
         return left
 
 
@@ -182,18 +198,31 @@ def bin_of(value: float) -> int:
 
 def bins_of(value: Floats) -> Indices:
     """`bin_of` each."""
-    places = (np.log2(np.maximum(value, EDGE_1 / 2)) - LEAST) * OCTAVE
-    bins: Indices = np.clip(places, 0, BINS - 1).astype(np.intp)
-    return bins
+    return np.minimum(_places(value), BINS - 1).astype(np.intp)
 
 
-def _shrunk(counts: Floats, running: Floats, around: Floats, shrink: float) -> Floats:
-    """Hazards [class, bin] from what ended and what runs in each bin, and the hazards of the classes around."""
+def _places(value: Floats) -> Floats:
+    """How many bins below the values there are, with the part of their own: 0 to `BINS`."""
+    places: Floats = np.clip(value, 2.0**LEAST, EDGES[BINS])
+    np.log2(places, out=places)
+    places -= LEAST
+    places *= OCTAVE
+    return places
+
+
+def _shrunk(counts: Floats, running: Floats, around: Floats | float, shrink: float) -> Floats:
+    """Hazards [class, bin] from what ended and what runs in each bin, and the hazards of the classes around.
+
+    `counts` [class, bin] have what never ended in the last column; they and `running` are used up.
+    """
     ended, never = counts[:, :BINS], counts[:, BINS:]
-    later = np.cumsum((ended + running)[:, ::-1], axis=1)[:, ::-1] + never
+    risk: Floats = np.cumsum((ended + running)[:, ::-1], axis=1)[:, ::-1]
     # Those that run in the bin have been at risk for half of it.
-    risk = later - 0.5 * running
-    hazards: Floats = (ended + shrink * around) / (risk + shrink)
+    running *= 0.5
+    risk -= running
+    risk += never + shrink
+    hazards: Floats = np.add(ended, shrink * around, out=running)
+    hazards /= risk
     return hazards
 
 

@@ -26,6 +26,8 @@ LAUNCH_TIMES = 2
 """The sampler's launches are worked out at so many moments of a horizon."""
 SPEEDS = 8
 """Classes of decode speed in which it doubles."""
+ALL = slice(None)
+"""All rows of a snapshot."""
 SEED = 1.0
 """Tokens to compute where everything before them is cached: the last one that was generated."""
 
@@ -81,17 +83,18 @@ class Outlook:
         self._instances = instances
         self._kv_footprint = kv_footprint
         self._grid = Grid(BINS, horizon / BINS)
-        self._rows = {one: np.flatnonzero(snapshot.state == one) for one in State if one.live}
+        self._rows = _by_state(snapshot.state)
         self._queued = np.concatenate((self._rows[State.PREFILL], self._rows[State.READY]))
         # An empty snapshot has no names.
         self._tasks = snapshot.names.tasks or ("",)
+        self._task = snapshot.task.astype(np.intp)
         self._groups = snapshot.names.groups or ("",)
         self._appended = np.array([learnt.lengths.appended_by_any(task) for task in self._tasks])
         self._fixed, self._slope = learnt.prefill_time.line()
         going_on = learnt.endings.going_on(self._tasks, self._groups)
         # Those that have a turn to end first.
         self._busy = np.concatenate((self._rows[State.DECODE], self._queued))
-        task, group, turn = snapshot.task, snapshot.group, snapshot.turn.copy()
+        task, group, turn = self._task, snapshot.group, snapshot.turn.copy()
         self._goes_on = going_on(task[self._busy], group[self._busy], turn[self._busy])
         """Of `_busy`."""
         self._comes = np.ones(len(snapshot))
@@ -167,20 +170,22 @@ class Outlook:
         rows, snapshot, learnt = self._rows[State.TOOL], self._snapshot, self._learnt
         names = snapshot.names.tools
         seconds = elapsed(snapshot, rows)
-        cells = Cells([snapshot.task[rows], snapshot.tool[rows], bins_of(seconds)])
+        cells = Cells([self._task[rows], snapshot.tool[rows], bins_of(seconds)])
         reached = cells.means(seconds)
         weight = cells.sums(learnt.tools.weights(snapshot.since[rows], snapshot.time))
-        any_tool = learnt.tools.curves(self._task_keys(), cells.columns[0], reached, weight, snapshot.time)
+        running = reached, weight, snapshot.time
+        any_tool = learnt.tools.curves(self._task_keys(), cells.columns[0], *running)
         every = np.arange(len(self._tasks))
         kernel = any_tool.kernel(every, np.zeros(len(every)), np.full(len(every), self._grid.step), BINS)
         away = any_tool.within(every, AHEAD * self._horizon)
         if not len(rows):
             return self._nobody(), kernel, away
-        keys, which = _classes(cells, lambda task, tool: (self._tasks[task], names[tool]))
-        curves = learnt.tools.curves(keys, which, reached, weight, snapshot.time)
-        results = [learnt.lengths.appended(str(task), str(tool)) for task, tool in keys]
+        classes = Cells(cells.columns[:2])
+        pairs, which = [(self._tasks[task], names[tool]) for task, tool in classes.pairs()], classes.cell
+        curves = learnt.tools.curves(pairs, which, *running, (any_tool, classes.columns[0]))
+        results = [learnt.lengths.appended(*pair) for pair in pairs]
         appended = np.array([0.0 if result is None else result.value for result in results])[which]
-        count, context = cells.sums(), snapshot.tokens[rows].astype(np.float64)
+        count, context = cells.count, snapshot.tokens[rows].astype(np.float64)
         lost = snapshot.since[rows] <= learnt.contexts.lost_at
         new = cells.sums(np.where(lost, context, SEED)) + count * appended
         volume = np.array([count, cells.sums(context) + count * appended])
@@ -193,21 +198,23 @@ class Outlook:
             return self._nobody()
         images = snapshot.names.images
         seconds = elapsed(snapshot, rows)
-        cells = Cells([snapshot.mode[rows], snapshot.image[rows], bins_of(seconds), snapshot.task[rows]])
+        cells = Cells([snapshot.mode[rows], snapshot.image[rows], bins_of(seconds), self._task[rows]])
         reached = cells.means(seconds)
-        keys, which = _classes(
-            cells, lambda mode, image: (MODES[mode] if mode >= 0 else "", images[image] if image >= 0 else "")
-        )
+        classes = Cells(cells.columns[:2])
+        keys = [
+            (MODES[mode] if mode >= 0 else "", images[image] if image >= 0 else "") for mode, image in classes.pairs()
+        ]
+        which = classes.cell
         weight = cells.sums(learnt.starts.weights(snapshot.since[rows], snapshot.time))
         curves = learnt.starts.curves(keys, which, reached, weight, snapshot.time)
         known = snapshot.tokens[rows].astype(np.float64)
         expected = np.array([learnt.lengths.first(task) for task in self._tasks])
-        prompts = np.where(known > 0, known, expected[snapshot.task[rows]])
+        prompts = np.where(known > 0, known, expected[self._task[rows]])
         group = snapshot.group[rows]
         cached = learnt.contexts.have_prompts([self._groups[code] for code in group.tolist()])
         # Of a group whose prompt nobody has computed yet, one member does.
         new = np.where(cached, SEED, prompts / np.bincount(group)[group])
-        volume = np.array([cells.sums(), cells.sums(prompts)])
+        volume = np.array([cells.count, cells.sums(prompts)])
         return self._coming(cells.columns[3], curves, which, reached, volume, cells.sums(new))
 
     def _launched(self) -> Coming:
@@ -227,7 +234,7 @@ class Outlook:
         requests = added(np.arange(BINS + 1.0) * self._grid.step)
         volume = np.zeros((2, len(self._tasks), BINS))
         # Of which task is not known: the most frequent one stands for all.
-        task = int(np.argmax(self._by_task(np.arange(len(self._snapshot)))))
+        task = int(np.argmax(self._by_task(ALL)))
         volume[:, task] = requests, requests * self._learnt.lengths.first()
         return Coming(volume, requests * self._learnt.first_new.value, added(np.arange(SLICES + 1.0) * ahead / SLICES))
 
@@ -241,10 +248,13 @@ class Outlook:
         new: Floats,
     ) -> Coming:
         """Of cells with `volume` [2, cell], which go on as `curves` say."""
-        whole = np.ones(len(task))
-        ends = curves.ends(which, reached, self._grid.step * whole, BINS)
-        slices = curves.ends(which, reached, AHEAD * self._horizon / SLICES * whole, SLICES)
-        return Coming(self._through(task, volume, ends), new @ ends, volume[REQUESTS] @ slices)
+        horizon = self._horizon
+        part = AHEAD * horizon / SLICES
+        later = np.arange(horizon + part, AHEAD * horizon + 0.5 * part, part)
+        ends = curves.ends(which, reached, np.concatenate((self._grid.edges, later)))
+        through = self._through(task, volume, ends[:, :BINS])
+        soon = through[REQUESTS].sum(axis=0).reshape(SLICES - len(later), -1).sum(axis=1)
+        return Coming(through, new @ ends[:, :BINS], np.concatenate((soon, volume[REQUESTS] @ ends[:, BINS:])))
 
     def _nobody(self) -> Coming:
         return Coming(np.zeros((2, len(self._tasks), BINS)), np.zeros(BINS), np.zeros(SLICES))
@@ -262,16 +272,16 @@ class Outlook:
         waits = (np.arange(len(rows)) >= len(decode)).astype(np.int64)
         buckets = load_buckets(snapshot.turn[rows] + 1)
         paces = np.rint(SPEEDS * np.log2(np.maximum(pace, 2.0**-10))).astype(np.int64)
-        cells = Cells([snapshot.task[rows], buckets, bins_of(made), paces, waits])
+        cells = Cells([self._task[rows], buckets, bins_of(made), paces, waits])
         reached, step = cells.means(made), cells.means(pace) * grid.step
         weight = cells.sums(learnt.outputs.weights(snapshot.since[rows], snapshot.time))
-        fresh = learnt.outputs.curves(self._task_keys(), cells.columns[0], reached, weight, snapshot.time)
+        running = reached, weight, snapshot.time
+        fresh = learnt.outputs.curves(self._task_keys(), cells.columns[0], *running)
         every, none = np.arange(len(self._tasks)), np.zeros(len(self._tasks))
-        everybody = np.arange(len(snapshot))
-        lengths = self._mean_by_task(everybody, usual[snapshot.group])
+        lengths = self._mean_by_task(ALL, usual[snapshot.group])
         kernel = fresh.kernel(every, none, mean_speed * grid.step / np.maximum(lengths, _TINY), BINS)
-        goes_on = self._by_task(everybody, self._comes * self._then_goes_on) / np.maximum(
-            self._by_task(everybody, self._comes), _TINY
+        goes_on = self._by_task(ALL, self._comes * self._then_goes_on) / np.maximum(
+            self._by_task(ALL, self._comes), _TINY
         )
         later = Turns(kernel, goes_on, mean_speed)
         output = fresh.left(every, none) * lengths
@@ -280,21 +290,22 @@ class Outlook:
             return Decoding(
                 0.0, 0.0, 0.0, output, np.zeros(shape), np.zeros(shape), np.zeros((2, BINS)), 0.0, later, later
             )
-        keys, which = _classes(cells, lambda task, bucket: (self._tasks[task], bucket))
-        curves = learnt.outputs.curves(keys, which, reached, weight, snapshot.time)
+        classes = Cells(cells.columns[:2])
+        keys, which = [(self._tasks[task], bucket) for task, bucket in classes.pairs()], classes.cell
+        curves = learnt.outputs.curves(keys, which, *running, (fresh, classes.columns[0]))
         now, wait = np.flatnonzero(cells.columns[4] == 0), np.flatnonzero(cells.columns[4] == 1)
-        ends = curves.ends(which[now], reached[now], step[now], BINS)
-        task = cells.columns[0][now]
-        flows = []
-        for share in (np.ones(len(rows)), self._goes_on):
-            weights = np.array([cells.sums(value)[now] for value in (share, share * context, share * speeds)])
-            through = self._through(task, weights, ends)
-            through[TOKENS] += through[2] * grid.middles
-            flows.append(through[:2])
-        after = 1.0 - np.cumsum(ends, axis=1)
-        count = cells.sums()
-        stays = np.array([count[now] @ after, cells.sums(context)[now] @ after])
-        stays[TOKENS] += (cells.sums(speeds)[now] @ after) * grid.middles
+        stay = curves.stays(which[now], reached[now], step[now, None] * np.arange(BINS + 1))
+        ends, after = stay[:, :-1] - stay[:, 1:], stay[:, 1:]
+        count = cells.count
+        everyone = np.array([count[now], cells.sums(context)[now], cells.sums(speeds)[now]])
+        going_on = [
+            cells.sums(share)[now] for share in (self._goes_on, self._goes_on * context, self._goes_on * speeds)
+        ]
+        through = self._through(cells.columns[0][now], np.concatenate((everyone, going_on)), ends)
+        through = through.reshape(2, 3, len(self._tasks), BINS)
+        through[:, TOKENS] += through[:, 2] * grid.middles
+        stays = everyone @ after
+        stays[TOKENS] += stays[2] * grid.middles
         left = curves.left(which, reached) * cells.means(factors)
         waiting = curves.kernel(which[wait], reached[wait], step[wait], BINS)
         numbers = np.maximum(self._by_task(self._queued), 1.0)[:, None]
@@ -303,9 +314,9 @@ class Outlook:
             kv=float(self._kv_footprint(context[: len(decode)]).sum()),
             left=float(count[now] @ left[now]) / max(len(decode), 1),
             output=output,
-            ends=flows[0],
-            goes_on=flows[1],
-            stays=stays,
+            ends=through[0, :2],
+            goes_on=through[1, :2],
+            stays=stays[:2],
             spread=float(cells.sums(context**2)[now] @ (after[:, -1] * (1.0 - after[:, -1]))),
             queued=Turns(
                 self._through(cells.columns[0][wait], count[None, wait], waiting)[0] / numbers,
@@ -365,7 +376,7 @@ class Outlook:
         queued_tokens = float(self._snapshot.tokens[self._queued].sum())
         requests, tokens = np.sum([source.volume.sum(axis=(1, 2)) for source in sources], axis=0).tolist()
         new = float(sum(source.new.sum() for source in sources)) / requests if requests > 0.0 else 0.0
-        mix = self._by_task(np.arange(len(self._snapshot))) / max(len(self._snapshot), 1)
+        mix = self._by_task(ALL) / max(len(self._snapshot), 1)
         chance, seconds = away
         again = mix * decoding.later.goes_on * chance
         speed = decoding.later.speed
@@ -397,12 +408,12 @@ class Outlook:
     def _task_keys(self) -> list[Key]:
         return [(task,) for task in self._tasks]
 
-    def _by_task(self, rows: NDArray[np.intp], values: NDArray[np.number] | None = None) -> Floats:
+    def _by_task(self, rows: NDArray[np.intp] | slice, values: NDArray[np.number] | None = None) -> Floats:
         """[task]: the sum of the rows' values, or their number."""
-        sums: Floats = np.bincount(self._snapshot.task[rows], values, len(self._tasks)).astype(np.float64)
+        sums: Floats = np.bincount(self._task[rows], values, len(self._tasks)).astype(np.float64)
         return sums
 
-    def _mean_by_task(self, rows: NDArray[np.intp], values: Floats) -> Floats:
+    def _mean_by_task(self, rows: NDArray[np.intp] | slice, values: Floats) -> Floats:
         means: Floats = self._by_task(rows, values) / np.maximum(self._by_task(rows), 1.0)
         return means
 
@@ -419,10 +430,11 @@ def _memoryless(made: float, stay: float, mean: float) -> float:
     return min(made / -np.log(stay), mean) if 0.0 < stay < 1.0 else mean
 
 
+def _by_state(state: NDArray[np.int8]) -> dict[State, NDArray[np.intp]]:
+    """The rows in each live state, in order."""
+    order = np.argsort(state, kind="stable")
+    ends = np.searchsorted(state[order], np.arange(len(State) + 1, dtype=np.int8)).tolist()
+    return {one: order[ends[one] : ends[one + 1]] for one in State if one.live}
+
+
 _TINY = 1e-9
-
-
-def _classes(cells: Cells, key: Callable[[int, int], Key]) -> tuple[list[Key], NDArray[np.intp]]:
-    """(the classes that the first two columns of the cells name, which of them each cell is of)."""
-    classes = Cells(cells.columns[:2])
-    return [key(*pair) for pair in classes.pairs()], classes.cell
