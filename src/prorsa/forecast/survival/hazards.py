@@ -80,23 +80,27 @@ class Hazards:
         weight: Floats,
         time: float,
         around: tuple[Curves, Indices] | None = None,
+        upto: float = math.inf,
     ) -> Curves:
         """The survival curves of `keys` at `time`. There is one key at least, they differ, and all have the same length.
 
         Operations of class `keys[which[i]]` that count `weight[i]` still run and have reached `reached[i]`. `around` may be
         given where it is known: the curves of the classes just around these, for the same operations, and which is whose.
+        Of values beyond `upto`, and of what is `left`, the curves may not be asked then: there are none.
         """
         if around is None and keys[0]:
             prefixes: dict[Key, int] = {}
             parents = np.array([prefixes.setdefault(key[:-1], len(prefixes)) for key in keys], dtype=np.intp)
-            around = self.curves(list(prefixes), parents[which], reached, weight, time), parents
-        hazards, shrink = (PRIOR_HAZARD, PRIOR) if around is None else (around[0].hazards[around[1]], SHRINK)
+            around = self.curves(list(prefixes), parents[which], reached, weight, time, upto=upto), parents
+        bins = bin_of(upto) + 1
+        hazards, shrink = (PRIOR_HAZARD, PRIOR) if around is None else (around[0].hazards[around[1], :bins], SHRINK)
         now = self._weight(time)
         rows = np.array([self._rows.get(key, 0) for key in keys], dtype=np.intp)
         counts = np.frombuffer(self._ended).reshape(-1, BINS + 1)[rows]
         counts /= now
-        running = np.bincount(which * BINS + bins_of(reached), weight, len(keys) * BINS).astype(np.float64, copy=False)
-        return Curves(_shrunk(counts, running.reshape(-1, BINS), hazards, shrink))
+        running = np.bincount(which * bins + bins_of(reached), weight, len(keys) * bins).astype(np.float64, copy=False)
+        longer = counts[:, bins:].sum(axis=1, keepdims=True)
+        return Curves(_shrunk(counts[:, :bins], longer, running.reshape(-1, bins), hazards, shrink))
 
     def _row(self, prefix: Key) -> int:
         row = self._rows.get(prefix)
@@ -126,7 +130,7 @@ class Curves:
     @cached_property
     def _survival(self) -> Floats:
         """[key, edge]."""
-        survival = np.ones((len(self.hazards), BINS + 1))
+        survival = np.ones((len(self.hazards), self.hazards.shape[1] + 1))
         np.subtract(1.0, self.hazards, out=survival[:, 1:])
         return np.cumprod(survival, axis=1, out=survival)
 
@@ -142,7 +146,8 @@ class Curves:
         beyond = _places(value)
         edge = beyond.astype(np.intp)
         beyond -= np.trunc(beyond)
-        edge += which * (BINS + 1) if value.ndim == 1 else (which * (BINS + 1))[:, None]
+        start = which * self._survival.shape[1]
+        edge += start if value.ndim == 1 else start[:, None]
         beyond *= self._steps.ravel().take(edge)
         beyond += self._survival.ravel().take(edge)
         return beyond
@@ -193,7 +198,9 @@ class Curves:
 
 
 def bin_of(value: float) -> int:
-    return min(max(int((math.log2(value) - LEAST) * OCTAVE), 0), BINS - 1) if value > EDGE_1 else 0
+    if value <= EDGE_1:
+        return 0
+    return min(int((math.log2(value) - LEAST) * OCTAVE), BINS - 1) if value < math.inf else BINS - 1
 
 
 def bins_of(value: Floats) -> Indices:
@@ -210,17 +217,16 @@ def _places(value: Floats) -> Floats:
     return places
 
 
-def _shrunk(counts: Floats, running: Floats, around: Floats | float, shrink: float) -> Floats:
+def _shrunk(ended: Floats, longer: Floats, running: Floats, around: Floats | float, shrink: float) -> Floats:
     """Hazards [class, bin] from what ended and what runs in each bin, and the hazards of the classes around.
 
-    `counts` [class, bin] have what never ended in the last column; they and `running` are used up.
+    `longer` [class, 1] got beyond the last bin. `running` is used up.
     """
-    ended, never = counts[:, :BINS], counts[:, BINS:]
     risk: Floats = np.cumsum((ended + running)[:, ::-1], axis=1)[:, ::-1]
     # Those that run in the bin have been at risk for half of it.
     running *= 0.5
     risk -= running
-    risk += never + shrink
+    risk += longer + shrink
     hazards: Floats = np.add(ended, shrink * around, out=running)
     hazards /= risk
     return hazards
