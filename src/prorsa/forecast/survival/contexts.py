@@ -3,16 +3,59 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import repeat
+from array import array
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prorsa.forecast.durations import Floats
 from prorsa.lifecycle import events as e
 from prorsa.lifecycle.snapshot import Transition
 from prorsa.lifecycle.states import State
+
+UNKNOWN = -1
+"""Cached tokens of a trajectory of which nothing has been computed."""
+QUEUED = frozenset((State.READY, State.PREFILL))
+
+
+class _Queue:
+    """The requests in READY and PREFILL, in columns that are read all at once."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, int] = {}
+        self._free: list[int] = []
+        self._groups: list[str] = []
+        self._tokens, self._cached = array("q"), array("q")
+        """Of the prompt, and how many of these are in a cache: UNKNOWN for as many as of its group; 0 in a free row."""
+
+    def put(self, trajectory: str, group: str, tokens: int, cached: int) -> None:
+        row = self._rows.get(trajectory)
+        if row is None and self._free:
+            row = self._rows[trajectory] = self._free.pop()
+        if row is None:
+            self._rows[trajectory] = len(self._groups)
+            self._groups.append(group)
+            self._tokens.append(tokens)
+            self._cached.append(cached)
+        else:
+            self._groups[row], self._tokens[row], self._cached[row] = group, tokens, cached
+
+    def take(self, trajectory: str) -> None:
+        row = self._rows.pop(trajectory, None)
+        if row is not None:
+            self._tokens[row] = self._cached[row] = 0
+            self._free.append(row)
+
+    def caches_lost(self) -> None:
+        for row in self._rows.values():
+            self._cached[row] = UNKNOWN
+
+    def uncached(self, shared: Callable[[str], int]) -> float:
+        """Tokens to compute, one for each request at least; `shared` are those that a cache has for all of a group."""
+        tokens, cached = np.array(self._tokens), np.array(self._cached)
+        first = np.flatnonzero(cached == UNKNOWN)
+        cached[first] = [shared(self._groups[row]) for row in first.tolist()]
+        return float(np.maximum(tokens - cached, 1).sum()) - len(self._free)
 
 
 class Contexts:
@@ -26,6 +69,7 @@ class Contexts:
         self._computed: set[str] = set()
         """Groups whose first prompt is in a cache: one member has it there for all."""
         self._members: dict[str, int] = {}
+        self._queue = _Queue()
         self.lost_at = -math.inf
         """When all caches were lost for the last time, seconds: the time of the last event before it."""
         self._now = -math.inf
@@ -35,12 +79,15 @@ class Contexts:
         event = transition.event
         name = event.trajectory
         self._now = event.time
+        if transition.before in QUEUED and transition.after not in QUEUED:
+            self._queue.take(name)
         if isinstance(event, e.Sampled):
             self._members[event.group] = self._members.get(event.group, 0) + 1
         elif isinstance(event, e.Ready):
             self._starts[name] = event.tokens
             if transition.before is not State.TOOL:
                 self._prompts[transition.group] = event.tokens
+            self._queue.put(name, transition.group, transition.tokens, self._cached.get(name, UNKNOWN))
         elif isinstance(event, e.DecodeStarted):
             self._cached[name] = transition.tokens
             self._computed.add(transition.group)
@@ -49,6 +96,7 @@ class Contexts:
         elif isinstance(event, e.Requeued):
             if transition.before is State.DECODE:
                 self._cached[name] = event.tokens
+            self._queue.put(name, transition.group, transition.tokens, self._cached.get(name, UNKNOWN))
         elif not transition.after.live:
             return self._ended(name, transition.group)
         return False
@@ -56,6 +104,7 @@ class Contexts:
     def caches_lost(self) -> None:
         self._cached.clear()
         self._computed.clear()
+        self._queue.caches_lost()
         self.lost_at = self._now
 
     def start(self, trajectory: str) -> int:
@@ -77,16 +126,9 @@ class Contexts:
             cached = self._shared(group)
         return max(tokens - cached, 1)
 
-    def all_uncached(
-        self, trajectories: Sequence[str], groups: Sequence[str], group: NDArray[np.int32], tokens: NDArray[np.int64]
-    ) -> Floats:
-        """`uncached` of each, with the codes of their groups."""
-        known = map(self._cached.get, trajectories, repeat(-1))
-        cached = np.fromiter(known, dtype=np.int64, count=len(trajectories))
-        first = np.flatnonzero(cached < 0)
-        cached[first] = [self._shared(groups[code]) for code in group[first].tolist()]
-        uncached: Floats = np.maximum(tokens - cached, 1).astype(np.float64)
-        return uncached
+    def queue_uncached(self) -> float:
+        """Tokens that have to be computed of all requests in READY and PREFILL."""
+        return self._queue.uncached(self._shared)
 
     def _shared(self, group: str) -> int:
         """Tokens that are in a cache for all members of a group."""

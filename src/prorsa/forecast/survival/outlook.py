@@ -108,7 +108,7 @@ class Outlook:
         decoding = self._decoding()
         returning = self._returning(decoding, tool_kernel)
         sources = (launched, starting, tools, returning)
-        queued_new = self._queued_new()
+        queued_new = self._learnt.contexts.queue_uncached()
         stages = self._stages(sources, queued_new, decoding, tool_kernel)
         passed = pass_through(stages)
         tokens = self._snapshot.tokens
@@ -206,7 +206,8 @@ class Outlook:
         ]
         which = classes.cell
         weight = cells.sums(learnt.starts.weights(snapshot.since[rows], snapshot.time))
-        curves = learnt.starts.curves(keys, which, reached, weight, snapshot.time)
+        upto = float(reached.max()) + AHEAD * self._horizon
+        curves = learnt.starts.curves(keys, which, reached, weight, snapshot.time, upto=upto)
         known = snapshot.tokens[rows].astype(np.float64)
         expected = np.array([learnt.lengths.first(task) for task in self._tasks])
         prompts = np.where(known > 0, known, expected[self._task[rows]])
@@ -345,13 +346,6 @@ class Outlook:
         ending[TOKENS] += self._appended[:, None] * ending[REQUESTS]
         volume = convolved(ending, tools)
         return Coming(volume, (self._appended + SEED) @ volume[REQUESTS], np.zeros(SLICES))
-
-    def _queued_new(self) -> float:
-        """Tokens to compute of what is queued."""
-        snapshot, rows = self._snapshot, self._queued
-        ids = [snapshot.ids[row] for row in rows.tolist()]
-        contexts = self._learnt.contexts
-        return float(contexts.all_uncached(ids, self._groups, snapshot.group[rows], snapshot.tokens[rows]).sum())
 
     # What comes of it.
 
