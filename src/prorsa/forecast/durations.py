@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,18 +18,24 @@ class Durations:
     """The last `WINDOW` durations of one class, in seconds; infinite for what never ended."""
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=WINDOW)
+        self._recent = array("d")
+        self._oldest = 0
+        """Its place, once the window is full."""
         self._sorted: Floats | None = None
         self.count = 0
 
     def add(self, value: float) -> None:
-        self._recent.append(value)
         self._sorted = None
-        self.count = len(self._recent)
+        if self.count < WINDOW:
+            self._recent.append(value)
+            self.count += 1
+        else:
+            self._recent[self._oldest] = value
+            self._oldest = (self._oldest + 1) % WINDOW
 
     def ascending(self) -> Floats:
         if self._sorted is None:
-            self._sorted = np.sort(np.array(self._recent, dtype=np.float64))
+            self._sorted = np.sort(np.array(self._recent))
         return self._sorted
 
 
