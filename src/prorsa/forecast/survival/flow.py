@@ -151,30 +151,31 @@ def _serve_new(stages: Stages, returned: Floats, spare: Floats) -> tuple[Floats,
     kernel[:, REQUESTS, :, REQUESTS] = kernel[:, TOKENS, :, TOKENS] = chance[:, ::-1]
     kernel[:, TOKENS, :, REQUESTS] = gain[:, ::-1]
     at_once, history = kernel[:, :, -1], kernel.reshape(tasks, 2, 2 * bins)
-    coming, returned = (np.ascontiguousarray(volume.transpose(2, 1, 0)) for volume in (stages.coming, returned))
-    served, again = np.zeros((tasks, bins, 2)), np.zeros((bins, tasks, 2))
-    sofar = served.reshape(tasks, 2 * bins, 1)
-    waiting, work, came = np.zeros((tasks, 2)), 0.0, np.zeros((tasks, 2))
+    # [bin, task, 2, 1]: columns for that product.
+    coming, returned = (volume.transpose(2, 1, 0)[..., None].copy() for volume in (stages.coming, returned))
+    seconds = np.array((stages.later_work, np.zeros(tasks))).T.reshape(-1)
+    served, again = np.zeros((tasks, 2 * bins, 1)), np.zeros_like(coming)
+    waiting, work, came = np.zeros((tasks, 2, 1)), 0.0, np.zeros((tasks, 2, 1))
     for k in range(bins):
         waiting += coming[k]
         work += float(stages.coming_work[k])
         left = float(spare[k])
         came += returned[k]
         if k:
-            came += np.matmul(history[:, :, 2 * (bins - 1 - k) : -2], sofar[:, : 2 * k])[:, :, 0]
+            came += np.matmul(history[:, :, 2 * (bins - 1 - k) : -2], served[:, : 2 * k])
         for _ in range(ROUNDS):
             again[k] += came
             waiting += came
-            work += float(came[:, REQUESTS] @ stages.later_work)
+            work += float(np.vdot(seconds, came))
             share = min(left / work, 1.0) if work > 0.0 else 1.0
             now = share * waiting
             waiting -= now
             left -= share * work
             work *= 1.0 - share
-            served[:, k] += now
+            served[:, 2 * k : 2 * k + 2] += now
             # What the last round leaves of these comes with the next bin.
-            came = np.matmul(at_once, now[:, :, None])[:, :, 0]
-    return served.transpose(2, 0, 1), again.transpose(2, 1, 0)
+            came = np.matmul(at_once, now)
+    return served.reshape(tasks, bins, 2).transpose(2, 0, 1), again[..., 0].transpose(2, 1, 0)
 
 
 def _returns(stages: Stages, turns: Turns) -> tuple[Floats, Floats]:
