@@ -17,6 +17,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,13 +95,15 @@ class Hazards:
             around = self.curves(list(prefixes), parents[which], reached, weight, time, upto=upto), parents
         bins = bin_of(upto) + 1
         hazards, shrink = (PRIOR_HAZARD, PRIOR) if around is None else (around[0].hazards[around[1], :bins], SHRINK)
+        # All is weighed as of when the weights began, rather than as of now.
         now = self._weight(time)
-        rows = np.array([self._rows.get(key, 0) for key in keys], dtype=np.intp)
-        counts = np.frombuffer(self._ended).reshape(-1, BINS + 1)[rows]
-        counts /= now
-        running = np.bincount(which * bins + bins_of(reached), weight, len(keys) * bins).astype(np.float64, copy=False)
+        rows = np.fromiter(map(self._rows.get, keys, repeat(0)), dtype=np.intp, count=len(keys))
+        counts = np.frombuffer(self._ended).reshape(-1, BINS + 1).take(rows, axis=0)
+        running = np.bincount(which * bins + bins_of(reached), now * weight, len(keys) * bins).astype(
+            np.float64, copy=False
+        )
         longer = counts[:, bins:].sum(axis=1, keepdims=True)
-        return Curves(_shrunk(counts[:, :bins], longer, running.reshape(-1, bins), hazards, shrink))
+        return Curves(_shrunk(counts[:, :bins], longer, running.reshape(-1, bins), hazards, now * shrink))
 
     def _row(self, prefix: Key) -> int:
         row = self._rows.get(prefix)
@@ -135,21 +138,24 @@ class Curves:
         return np.cumprod(survival, axis=1, out=survival)
 
     @cached_property
-    def _steps(self) -> Floats:
-        """[key, edge]: from one edge to the next; nothing is known beyond the last one."""
-        steps = np.zeros_like(self._survival)
-        np.subtract(self._survival[:, 1:], self._survival[:, :-1], out=steps[:, :-1])
-        return steps
+    def _lines(self) -> tuple[Floats, Floats]:
+        """[key, edge] each, flat: what the curve is from one edge to the next as height + slope * place, see `_places`.
+
+        It stays what it is beyond the last edge.
+        """
+        slopes = np.zeros_like(self._survival)
+        np.subtract(self._survival[:, 1:], self._survival[:, :-1], out=slopes[:, :-1])
+        return (self._survival - slopes * np.arange(slopes.shape[1])).ravel(), slopes.ravel()
 
     def beyond(self, which: Indices, value: Floats) -> Floats:
         """Pr(value > x) for x = `value`; the curve of row i is that of key `which[i]`, columns are further values."""
         beyond = _places(value)
         edge = beyond.astype(np.intp)
-        beyond -= np.trunc(beyond)
         start = which * self._survival.shape[1]
         edge += start if value.ndim == 1 else start[:, None]
-        beyond *= self._steps.ravel().take(edge)
-        beyond += self._survival.ravel().take(edge)
+        heights, slopes = self._lines
+        beyond *= slopes.take(edge)
+        beyond += heights.take(edge)
         return beyond
 
     def stays(self, which: Indices, reached: Floats, after: Floats) -> Floats:
@@ -159,8 +165,7 @@ class Curves:
         """
         beyond = self.beyond(which, reached[:, None] + after)
         # Where hardly any gets to `reached`, it goes on for ever.
-        alive = np.maximum(beyond[:, :1], _TINY)
-        beyond /= alive
+        beyond *= 1.0 / np.maximum(beyond[:, :1], _TINY)
         return beyond
 
     def ends(self, which: Indices, reached: Floats, after: Floats) -> Floats:
@@ -175,9 +180,9 @@ class Curves:
 
     def within(self, which: Indices, limit: float) -> tuple[Floats, Floats]:
         """(Pr(value < `limit`), expected value of such a one) of those that begin."""
-        whole, end = np.zeros(len(which)), np.full(len(which), limit)
+        end = np.full(len(which), limit)
         beyond = self.beyond(which, end)
-        area = self.left(which, whole) - beyond * self.left(which, end)
+        area = self._areas[which, 0] - self._area(which, end, beyond)
         chance = 1.0 - beyond
         return chance, np.clip((area - limit * beyond) / np.maximum(chance, _TINY), 0.0, limit)
 
@@ -190,11 +195,16 @@ class Curves:
 
     def left(self, which: Indices, reached: Floats) -> Floats:
         """Expected value minus `reached`, of those that get there."""
-        edge = bins_of(reached) + 1
         alive = np.maximum(self.beyond(which, reached), _TINY)
-        rest = (EDGES[edge] - reached) * (alive + self._survival[which, edge]) / 2
-        left: Floats = (np.maximum(rest, 0.0) + self._areas[which, edge]) / alive
+        left: Floats = self._area(which, reached, alive) / alive
         return left
+
+    def _area(self, which: Indices, value: Floats, beyond: Floats) -> Floats:
+        """The area under the curves from `value` on, where they are `beyond`."""
+        edge = bins_of(value) + 1
+        rest = (EDGES[edge] - value) * (beyond + self._survival[which, edge]) / 2
+        area: Floats = np.maximum(rest, 0.0) + self._areas[which, edge]
+        return area
 
 
 def bin_of(value: float) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -198,9 +199,9 @@ class Outlook:
             return self._nobody()
         images = snapshot.names.images
         seconds = elapsed(snapshot, rows)
-        cells = Cells([snapshot.mode[rows], snapshot.image[rows], bins_of(seconds), self._task[rows]])
+        cells = Cells([self._task[rows], snapshot.mode[rows], snapshot.image[rows], bins_of(seconds)])
         reached = cells.means(seconds)
-        classes = Cells(cells.columns[:2])
+        classes = Cells(cells.columns[1:3])
         keys = [
             (MODES[mode] if mode >= 0 else "", images[image] if image >= 0 else "") for mode, image in classes.pairs()
         ]
@@ -216,7 +217,7 @@ class Outlook:
         # Of a group whose prompt nobody has computed yet, one member does.
         new = np.where(cached, SEED, prompts / np.bincount(group)[group])
         volume = np.array([cells.count, cells.sums(prompts)])
-        return self._coming(cells.columns[3], curves, which, reached, volume, cells.sums(new))
+        return self._coming(cells.columns[0], curves, which, reached, volume, cells.sums(new))
 
     def _launched(self) -> Coming:
         launches = self._learnt.launches
@@ -248,7 +249,7 @@ class Outlook:
         volume: Floats,
         new: Floats,
     ) -> Coming:
-        """Of cells with `volume` [2, cell], which go on as `curves` say."""
+        """Of cells with `volume` [2, cell], in the order of their tasks, which go on as `curves` say."""
         horizon = self._horizon
         part = AHEAD * horizon / SLICES
         later = np.arange(horizon + part, AHEAD * horizon + 0.5 * part, part)
@@ -412,10 +413,11 @@ class Outlook:
         return means
 
     def _through(self, task: NDArray[np.intp], weights: Floats, ends: Floats) -> Floats:
-        """[weight, task, bin]: the weighted sum of the rows of `ends` that belong to each task."""
-        matrix = np.zeros((len(weights), len(self._tasks), len(task)))
-        matrix[:, task, np.arange(len(task))] = weights
-        through: Floats = matrix @ ends
+        """[weight, task, bin]: the weighted sum of the rows of `ends` that belong to each task; `task` ascends."""
+        bounds = np.searchsorted(task, np.arange(len(self._tasks) + 1)).tolist()
+        through = np.empty((len(weights), len(self._tasks), ends.shape[1]))
+        for code, (first, last) in enumerate(pairwise(bounds)):
+            np.matmul(weights[:, first:last], ends[first:last], out=through[:, code])
         return through
 
 
