@@ -27,9 +27,9 @@ def test_curves_are_those_of_the_samples():
     chance, mean = curves.within(FIRST, 10.0)
     assert chance[0] == pytest.approx(np.mean(values < 10), abs=0.01)
     assert mean[0] == pytest.approx(np.mean(values[values < 10]), rel=0.05)
-    ends = curves.ends(FIRST, np.array([2.0]), 1.5 * np.arange(5))[0]
+    stays = curves.stays(FIRST, np.array([2.0]), np.array([1.5]), np.arange(5.0))[0]
     late = values[values > 2.0]
-    assert ends == pytest.approx([np.mean((late > a) & (late <= a + 1.5)) for a in (2.0, 3.5, 5.0, 6.5)], abs=0.01)
+    assert stays == pytest.approx([np.mean(late > value) for value in (2.0, 3.5, 5.0, 6.5, 8.0)], abs=0.01)
 
 
 def test_what_still_runs_counts_as_far_as_it_has_got():

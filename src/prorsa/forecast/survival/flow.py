@@ -32,11 +32,6 @@ class Grid:
         return np.arange(self.bins, dtype=np.float64) * self.step
 
     @property
-    def edges(self) -> Floats:
-        """Seconds from now to the beginning of each bin, and to the end of the last one."""
-        return np.arange(self.bins + 1.0) * self.step
-
-    @property
     def middles(self) -> Floats:
         """Seconds from now to the middle of each bin."""
         return self.lags + 0.5 * self.step

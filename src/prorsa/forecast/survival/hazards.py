@@ -46,6 +46,10 @@ PRIOR = 1.0
 PRIOR_HAZARD = 1.0 - 2.0 ** (-2.0 / OCTAVE)
 
 
+BLOCK = 256
+"""Operations that are worked out in one go: what that takes stays in a fast cache, and on pages that are there already."""
+
+
 class Hazards:
     """The values of all classes. `add` is O(length of the key)."""
 
@@ -158,25 +162,20 @@ class Curves:
         beyond += heights.take(edge)
         return beyond
 
-    def stays(self, which: Indices, reached: Floats, after: Floats) -> Floats:
-        """[operation, k]: Pr(value > `reached` + `after[k]` | it got to `reached`).
-
-        `after` begins with 0, and may be of each operation: [operation, k].
-        """
-        beyond = self.beyond(which, reached[:, None] + after)
-        # Where hardly any gets to `reached`, it goes on for ever.
-        beyond *= 1.0 / np.maximum(beyond[:, :1], _TINY)
-        return beyond
-
-    def ends(self, which: Indices, reached: Floats, after: Floats) -> Floats:
-        """[operation, k]: Pr(it ends between `reached` + `after[k]` and `reached` + `after[k + 1]` | it got there)."""
-        stays = self.stays(which, reached, after)
-        ends: Floats = stays[:, :-1] - stays[:, 1:]
-        return ends
+    def stays(self, which: Indices, reached: Floats, step: Floats, at: Floats) -> Floats:
+        """[operation, k]: Pr(value > `reached` + `at[k]` * `step` | it got to `reached`). `at` begins with 0."""
+        stays = np.empty((len(which), len(at)))
+        for first in range(0, len(which), BLOCK):
+            some = slice(first, first + BLOCK)
+            beyond = self.beyond(which[some], reached[some, None] + step[some, None] * at)
+            # Where hardly any gets to `reached`, it goes on for ever.
+            np.multiply(beyond, 1.0 / np.maximum(beyond[:, :1], _TINY), out=stays[some])
+        return stays
 
     def kernel(self, which: Indices, reached: Floats, step: Floats, steps: int) -> Floats:
         """[operation, j]: those that start at any moment of a `step` and get to `reached` end j steps later."""
-        return self.ends(which, reached, step[:, None] * np.maximum(np.arange(steps + 1) - 0.5, 0.0))
+        stays = self.stays(which, reached, step, np.maximum(np.arange(steps + 1) - 0.5, 0.0))
+        return stays[:, :-1] - stays[:, 1:]
 
     def within(self, which: Indices, limit: float) -> tuple[Floats, Floats]:
         """(Pr(value < `limit`), expected value of such a one) of those that begin."""

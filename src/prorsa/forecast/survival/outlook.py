@@ -23,6 +23,10 @@ from prorsa.lifecycle.states import State
 
 BINS = 20
 """Bins of the grid in a horizon."""
+PART = int(AHEAD * BINS) // SLICES
+"""Bins in one of the `SLICES` of the time ahead; a horizon is some of these."""
+AT: Floats = np.append(np.arange(BINS + 1.0), np.arange(BINS + PART, AHEAD * BINS + 1.0, PART))
+"""Where bins and slices end, in bins."""
 LAUNCH_TIMES = 2
 """The sampler's launches are worked out at so many moments of a horizon."""
 SPEEDS = 8
@@ -89,6 +93,7 @@ class Outlook:
         # An empty snapshot has no names.
         self._tasks = snapshot.names.tasks or ("",)
         self._task = snapshot.task.astype(np.intp)
+        self._live = self._by_task(ALL)
         self._groups = snapshot.names.groups or ("",)
         self._appended = np.array([learnt.lengths.appended_by_any(task) for task in self._tasks])
         self._fixed, self._slope = learnt.prefill_time.line()
@@ -236,7 +241,7 @@ class Outlook:
         requests = added(np.arange(BINS + 1.0) * self._grid.step)
         volume = np.zeros((2, len(self._tasks), BINS))
         # Of which task is not known: the most frequent one stands for all.
-        task = int(np.argmax(self._by_task(ALL)))
+        task = int(np.argmax(self._live))
         volume[:, task] = requests, requests * self._learnt.lengths.first()
         return Coming(volume, requests * self._learnt.first_new.value, added(np.arange(SLICES + 1.0) * ahead / SLICES))
 
@@ -250,13 +255,11 @@ class Outlook:
         new: Floats,
     ) -> Coming:
         """Of cells with `volume` [2, cell], in the order of their tasks, which go on as `curves` say."""
-        horizon = self._horizon
-        part = AHEAD * horizon / SLICES
-        later = np.arange(horizon + part, AHEAD * horizon + 0.5 * part, part)
-        ends = curves.ends(which, reached, np.concatenate((self._grid.edges, later)))
-        through = self._through(task, volume, ends[:, :BINS])
-        soon = through[REQUESTS].sum(axis=0).reshape(SLICES - len(later), -1).sum(axis=1)
-        return Coming(through, new @ ends[:, :BINS], np.concatenate((soon, volume[REQUESTS] @ ends[:, BINS:])))
+        stays = curves.stays(which, reached, np.full(len(task), self._grid.step), AT)
+        through = -np.diff(self._through(task, volume, stays))
+        requests = through[REQUESTS].sum(axis=0)
+        slices = np.concatenate((requests[:BINS].reshape(-1, PART).sum(axis=1), requests[BINS:]))
+        return Coming(through[:, :, :BINS], -np.diff(new @ stays)[:BINS], slices)
 
     def _nobody(self) -> Coming:
         return Coming(np.zeros((2, len(self._tasks), BINS)), np.zeros(BINS), np.zeros(SLICES))
@@ -280,7 +283,7 @@ class Outlook:
         running = reached, weight, snapshot.time
         fresh = learnt.outputs.curves(self._task_keys(), cells.columns[0], *running)
         every, none = np.arange(len(self._tasks)), np.zeros(len(self._tasks))
-        lengths = self._mean_by_task(ALL, usual[snapshot.group])
+        lengths = self._by_task(ALL, usual[snapshot.group]) / np.maximum(self._live, 1.0)
         kernel = fresh.kernel(every, none, mean_speed * grid.step / np.maximum(lengths, _TINY), BINS)
         goes_on = self._by_task(ALL, self._comes * self._then_goes_on) / np.maximum(
             self._by_task(ALL, self._comes), _TINY
@@ -296,18 +299,17 @@ class Outlook:
         keys, which = [(self._tasks[task], bucket) for task, bucket in classes.pairs()], classes.cell
         curves = learnt.outputs.curves(keys, which, *running, (fresh, classes.columns[0]))
         now, wait = np.flatnonzero(cells.columns[4] == 0), np.flatnonzero(cells.columns[4] == 1)
-        stay = curves.stays(which[now], reached[now], step[now, None] * np.arange(BINS + 1))
-        ends, after = stay[:, :-1] - stay[:, 1:], stay[:, 1:]
+        stays = curves.stays(which[now], reached[now], step[now], np.arange(BINS + 1.0))
         count = cells.count
         everyone = np.array([count[now], cells.sums(context)[now], cells.sums(speeds)[now]])
         going_on = [
             cells.sums(share)[now] for share in (self._goes_on, self._goes_on * context, self._goes_on * speeds)
         ]
-        through = self._through(cells.columns[0][now], np.concatenate((everyone, going_on)), ends)
-        through = through.reshape(2, 3, len(self._tasks), BINS)
-        through[:, TOKENS] += through[:, 2] * grid.middles
-        stays = everyone @ after
-        stays[TOKENS] += stays[2] * grid.middles
+        through = self._through(cells.columns[0][now], np.concatenate((everyone, going_on)), stays)
+        still = through[:3, :, 1:].sum(axis=1)
+        still[TOKENS] += still[2] * grid.middles
+        ends = -np.diff(through).reshape(2, 3, len(self._tasks), BINS)
+        ends[:, TOKENS] += ends[:, 2] * grid.middles
         left = curves.left(which, reached) * cells.means(factors)
         waiting = curves.kernel(which[wait], reached[wait], step[wait], BINS)
         numbers = np.maximum(self._by_task(self._queued), 1.0)[:, None]
@@ -316,10 +318,10 @@ class Outlook:
             kv=float(self._kv_footprint(context[: len(decode)]).sum()),
             left=float(count[now] @ left[now]) / max(len(decode), 1),
             output=output,
-            ends=through[0, :2],
-            goes_on=through[1, :2],
-            stays=stays[:2],
-            spread=float(cells.sums(context**2)[now] @ (after[:, -1] * (1.0 - after[:, -1]))),
+            ends=ends[0, :2],
+            goes_on=ends[1, :2],
+            stays=still[:2],
+            spread=float(cells.sums(context**2)[now] @ (stays[:, -1] * (1.0 - stays[:, -1]))),
             queued=Turns(
                 self._through(cells.columns[0][wait], count[None, wait], waiting)[0] / numbers,
                 self._mean_by_task(self._queued, self._goes_on[len(decode) :]),
@@ -371,7 +373,7 @@ class Outlook:
         queued_tokens = float(self._snapshot.tokens[self._queued].sum())
         requests, tokens = np.sum([source.volume.sum(axis=(1, 2)) for source in sources], axis=0).tolist()
         new = float(sum(source.new.sum() for source in sources)) / requests if requests > 0.0 else 0.0
-        mix = self._by_task(ALL) / max(len(self._snapshot), 1)
+        mix = self._live / max(len(self._snapshot), 1)
         chance, seconds = away
         again = mix * decoding.later.goes_on * chance
         speed = decoding.later.speed
@@ -408,16 +410,16 @@ class Outlook:
         sums: Floats = np.bincount(self._task[rows], values, len(self._tasks)).astype(np.float64)
         return sums
 
-    def _mean_by_task(self, rows: NDArray[np.intp] | slice, values: Floats) -> Floats:
+    def _mean_by_task(self, rows: NDArray[np.intp], values: Floats) -> Floats:
         means: Floats = self._by_task(rows, values) / np.maximum(self._by_task(rows), 1.0)
         return means
 
-    def _through(self, task: NDArray[np.intp], weights: Floats, ends: Floats) -> Floats:
-        """[weight, task, bin]: the weighted sum of the rows of `ends` that belong to each task; `task` ascends."""
+    def _through(self, task: NDArray[np.intp], weights: Floats, parts: Floats) -> Floats:
+        """[weight, task, bin]: the weighted sum of the rows of `parts` that belong to each task; `task` ascends."""
         bounds = np.searchsorted(task, np.arange(len(self._tasks) + 1)).tolist()
-        through = np.empty((len(weights), len(self._tasks), ends.shape[1]))
+        through = np.empty((len(weights), len(self._tasks), parts.shape[1]))
         for code, (first, last) in enumerate(pairwise(bounds)):
-            np.matmul(weights[:, first:last], ends[first:last], out=through[:, code])
+            np.matmul(weights[:, first:last], parts[first:last], out=through[:, code])
         return through
 
 
