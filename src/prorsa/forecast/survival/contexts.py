@@ -15,7 +15,6 @@ from prorsa.lifecycle.states import State
 
 UNKNOWN = -1
 """Cached tokens of a trajectory of which nothing has been computed."""
-QUEUED = frozenset((State.READY, State.PREFILL))
 
 
 class _Queue:
@@ -79,8 +78,6 @@ class Contexts:
         event = transition.event
         name = event.trajectory
         self._now = event.time
-        if transition.before in QUEUED and transition.after not in QUEUED:
-            self._queue.take(name)
         if isinstance(event, e.Sampled):
             self._members[event.group] = self._members.get(event.group, 0) + 1
         elif isinstance(event, e.Ready):
@@ -89,6 +86,7 @@ class Contexts:
                 self._prompts[transition.group] = event.tokens
             self._queue.put(name, transition.group, transition.tokens, self._cached.get(name, UNKNOWN))
         elif isinstance(event, e.DecodeStarted):
+            self._queue.take(name)
             self._cached[name] = transition.tokens
             self._computed.add(transition.group)
         elif isinstance(event, e.ToolStarted):
@@ -135,6 +133,7 @@ class Contexts:
         return self._prompts[group] if group in self._computed else 0
 
     def _ended(self, trajectory: str, group: str) -> bool:
+        self._queue.take(trajectory)
         self._starts.pop(trajectory, None)
         self._cached.pop(trajectory, None)
         left = self._members.get(group, 0) - 1
