@@ -3,20 +3,21 @@
 import numpy as np
 import pytest
 
-from prorsa.forecast.survival.groups import Endings, GroupLengths
+from prorsa.forecast.survival.groups import Endings, GroupLengths, Groups
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.8])
 def test_the_groups_part_of_the_variance_is_found(share):
     random = np.random.default_rng(1)
-    lengths = GroupLengths()
+    known = Groups()
+    lengths = GroupLengths(known)
     groups = random.standard_normal(400) * np.sqrt(share)
     for _ in range(16):
         for group, effect in enumerate(groups):
             value = np.exp(3.0 + effect + np.sqrt(1 - share) * random.standard_normal())
             lengths.add("task", str(group), value)
     assert lengths.share == pytest.approx(share, abs=0.1)
-    factors = lengths.factors([str(group) for group in range(len(groups))])
+    factors = lengths.factors()[known.rows([str(group) for group in range(len(groups))])]
     if share:
         assert np.corrcoef(np.log(factors), groups)[0, 1] > 0.9
     else:
@@ -26,7 +27,8 @@ def test_the_groups_part_of_the_variance_is_found(share):
 def test_the_chance_of_the_last_turn_is_calibrated_in_every_group():
     """Trajectories with lognormal numbers of turns, 70 % of whose variance is between groups, told turn by turn."""
     random = np.random.default_rng(2)
-    endings, said, came = Endings(), [], []
+    known = Groups()
+    endings, said, came = Endings(known), [], []
     centres = random.standard_normal(200) * np.sqrt(0.7)
     turns = np.maximum(
         1, np.rint(18 * np.exp(0.45 * (centres[:, None] + np.sqrt(0.3) * random.standard_normal((200, 16)))))
@@ -36,7 +38,7 @@ def test_the_chance_of_the_last_turn_is_calibrated_in_every_group():
             for total in members[members > turn]:
                 if group >= 100:
                     first = np.zeros(1, np.int32)
-                    chance = 1.0 - endings.going_on(["task"], [str(group)])(first, first, first + turn)
+                    chance = 1.0 - endings.going_on(["task"])(first, known.rows([str(group)]), first + turn)
                     said.append((chance[0], turn))
                     came.append(total == turn + 1)
                 endings.add("task", str(group), turn, total == turn + 1)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from prorsa.forecast.durations import Floats
+from prorsa.forecast.survival.groups import Groups
 from prorsa.lifecycle import events as e
 from prorsa.lifecycle.snapshot import Transition
 from prorsa.lifecycle.states import State
 
+ENDS = (e.Done, e.Dropped)
 UNKNOWN = -1
 """Cached tokens of a trajectory of which nothing has been computed."""
 
@@ -23,11 +25,11 @@ class _Queue:
     def __init__(self) -> None:
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
-        self._groups: list[str] = []
+        self._groups = array("q")
         self._tokens, self._cached = array("q"), array("q")
         """Of the prompt, and how many of these are in a cache: UNKNOWN for as many as of its group; 0 in a free row."""
 
-    def put(self, trajectory: str, group: str, tokens: int, cached: int) -> None:
+    def put(self, trajectory: str, group: int, tokens: int, cached: int) -> None:
         row = self._rows.get(trajectory)
         if row is None and self._free:
             row = self._rows[trajectory] = self._free.pop()
@@ -49,25 +51,25 @@ class _Queue:
         for row in self._rows.values():
             self._cached[row] = UNKNOWN
 
-    def uncached(self, shared: Callable[[str], int]) -> float:
-        """Tokens to compute, one for each request at least; `shared` are those that a cache has for all of a group."""
+    def uncached(self, shared: Floats) -> float:
+        """Tokens to compute, one for each request at least; `shared` are those that a cache has for all of each group."""
         tokens, cached = np.array(self._tokens), np.array(self._cached)
-        first = np.flatnonzero(cached == UNKNOWN)
-        cached[first] = [shared(self._groups[row]) for row in first.tolist()]
+        cached = np.where(cached == UNKNOWN, shared[np.array(self._groups)], cached)
         return float(np.maximum(tokens - cached, 1).sum()) - len(self._free)
 
 
 class Contexts:
-    """`observe` is O(1); nothing is kept of a trajectory that has ended, nor of a group without live members."""
+    """`observe` is O(1); nothing is kept of a trajectory that has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Groups) -> None:
         self._starts: dict[str, int] = {}
         self._cached: dict[str, int] = {}
-        self._prompts: dict[str, int] = {}
+        self._groups = groups
+        self._prompts = groups.column()
         """Tokens of the first prompt of each group."""
-        self._computed: set[str] = set()
-        """Groups whose first prompt is in a cache: one member has it there for all."""
-        self._members: dict[str, int] = {}
+        self._computed = groups.column()
+        """1 for groups whose first prompt is in a cache: one member has it there for all."""
+        self._members = groups.column()
         self._queue = _Queue()
         self.lost_at = -math.inf
         """When all caches were lost for the last time, seconds: the time of the last event before it."""
@@ -79,29 +81,32 @@ class Contexts:
         name = event.trajectory
         self._now = event.time
         if isinstance(event, e.Sampled):
-            self._members[event.group] = self._members.get(event.group, 0) + 1
+            self._members[self._groups.row(event.group)] += 1.0
         elif isinstance(event, e.Ready):
             self._starts[name] = event.tokens
+            row = self._groups.row(transition.group)
             if transition.before is not State.TOOL:
-                self._prompts[transition.group] = event.tokens
-            self._queue.put(name, transition.group, transition.tokens, self._cached.get(name, UNKNOWN))
+                self._prompts[row] = event.tokens
+            self._queue.put(name, row, transition.tokens, self._cached.get(name, UNKNOWN))
         elif isinstance(event, e.DecodeStarted):
             self._queue.take(name)
             self._cached[name] = transition.tokens
-            self._computed.add(transition.group)
+            self._computed[self._groups.row(transition.group)] = 1.0
         elif isinstance(event, e.ToolStarted):
             self._cached[name] = event.tokens
         elif isinstance(event, e.Requeued):
             if transition.before is State.DECODE:
                 self._cached[name] = event.tokens
-            self._queue.put(name, transition.group, transition.tokens, self._cached.get(name, UNKNOWN))
-        elif not transition.after.live:
+            self._queue.put(
+                name, self._groups.row(transition.group), transition.tokens, self._cached.get(name, UNKNOWN)
+            )
+        elif isinstance(event, ENDS):
             return self._ended(name, transition.group)
         return False
 
     def caches_lost(self) -> None:
         self._cached.clear()
-        self._computed.clear()
+        self._computed[:] = array("d", [0.0] * len(self._computed))
         self._queue.caches_lost()
         self.lost_at = self._now
 
@@ -113,34 +118,26 @@ class Contexts:
         """Tokens of the context that are in a cache: of one in DECODE, those with which it began."""
         return self._cached.get(trajectory, 0)
 
-    def have_prompts(self, groups: Sequence[str]) -> NDArray[np.bool_]:
-        """Whether the first prompt of each group is in a cache."""
-        return np.fromiter(map(self._computed.__contains__, groups), dtype=np.bool_, count=len(groups))
+    def have_prompts(self) -> NDArray[np.bool_]:
+        """[row of the groups]: whether the first prompt is in a cache."""
+        return np.array(self._computed) > 0.0
 
     def uncached(self, trajectory: str, group: str, tokens: int) -> int:
         """Of a prompt of `tokens`, how many have to be computed; one at least."""
         cached = self._cached.get(trajectory)
         if cached is None:
-            cached = self._shared(group)
+            row = self._groups.row(group)
+            cached = int(self._prompts[row] * self._computed[row])
         return max(tokens - cached, 1)
 
     def queue_uncached(self) -> float:
         """Tokens that have to be computed of all requests in READY and PREFILL."""
-        return self._queue.uncached(self._shared)
-
-    def _shared(self, group: str) -> int:
-        """Tokens that are in a cache for all members of a group."""
-        return self._prompts[group] if group in self._computed else 0
+        return self._queue.uncached(np.array(self._prompts) * np.array(self._computed))
 
     def _ended(self, trajectory: str, group: str) -> bool:
         self._queue.take(trajectory)
         self._starts.pop(trajectory, None)
         self._cached.pop(trajectory, None)
-        left = self._members.get(group, 0) - 1
-        if left > 0:
-            self._members[group] = left
-            return False
-        self._members.pop(group, None)
-        self._prompts.pop(group, None)
-        self._computed.discard(group)
-        return True
+        row = self._groups.row(group)
+        self._members[row] -= 1.0
+        return self._members[row] <= 0.0

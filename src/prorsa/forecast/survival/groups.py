@@ -34,39 +34,49 @@ FRAILTY = 1.0
 """Shape (and rate) of the gamma distribution that the groups' inclination to end is taken to have."""
 
 
-class _Pairs:
-    """Two numbers of each group as columns, which are read for all groups at once; zeros where nothing is known."""
+class Groups:
+    """Numbers of each live group, in columns that are read for all groups at once; 0 where nothing is known."""
 
     def __init__(self) -> None:
         # Row 0 stands for all groups of which nothing is known.
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
-        self.first, self.second = array("d", [0.0]), array("d", [0.0])
+        self._columns: list[array[float]] = []
+        self._size = 1
+
+    def column(self) -> array[float]:
+        """A new one, to be written in `row`s."""
+        column = array("d", [0.0] * self._size)
+        self._columns.append(column)
+        return column
 
     def row(self, group: str) -> int:
         """Where the group is in the columns, where it is put if nothing was known of it."""
         row = self._rows.get(group)
-        if row is None:
-            if self._free:
-                row = self._free.pop()
-            else:
-                row = len(self.first)
-                self.first.append(0.0)
-                self.second.append(0.0)
-            self._rows[group] = row
-        return row
+        return self._new(group) if row is None else row
 
-    def of(self, groups: Sequence[str]) -> tuple[Floats, Floats]:
-        """[group] each."""
-        rows = np.fromiter(map(self._rows.get, groups, repeat(0)), dtype=np.intp, count=len(groups))
-        # Copies: an array that is looked at cannot grow.
-        return np.frombuffer(self.first)[rows], np.frombuffer(self.second)[rows]
+    def rows(self, groups: Sequence[str]) -> NDArray[np.intp]:
+        """Where each group is, without putting it there."""
+        return np.fromiter(map(self._rows.get, groups, repeat(0)), dtype=np.intp, count=len(groups))
 
     def forget(self, group: str) -> None:
+        """None of it is live any more."""
         row = self._rows.pop(group, None)
         if row is not None:
-            self.first[row] = self.second[row] = 0.0
+            for column in self._columns:
+                column[row] = 0.0
             self._free.append(row)
+
+    def _new(self, group: str) -> int:
+        if self._free:
+            row = self._free.pop()
+        else:
+            row = self._size
+            self._size += 1
+            for column in self._columns:
+                column.append(0.0)
+        self._rows[group] = row
+        return row
 
 
 class GroupLengths:
@@ -77,9 +87,10 @@ class GroupLengths:
     The mean of e is not 0: the class's mean moves while the first values, the short ones, come in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Groups) -> None:
         self._classes: dict[str, Ema] = {}
-        self._groups = _Pairs()
+        self._groups = groups
+        self._counts, self._totals = groups.column(), groups.column()
         """Number and sum of the group's e."""
         self._own, self._squares = Ema(FORGET), Ema(FORGET)
         self._products, self._paired, self._before = Ema(FORGET), Ema(FORGET), Ema(FORGET)
@@ -91,8 +102,8 @@ class GroupLengths:
         if mean is None:
             mean = self._classes[kind] = Ema(FORGET)
         logarithm = math.log(max(value, 1e-9))
-        row, groups = self._groups.row(group), self._groups
-        count, total = groups.first[row], groups.second[row]
+        row = self._groups.row(group)
+        count, total = self._counts[row], self._totals[row]
         shift = self._shift(count, total)
         if mean.count:
             own = logarithm - mean.value
@@ -102,17 +113,16 @@ class GroupLengths:
                 self._products.add(own * total / count)
                 self._paired.add(own)
                 self._before.add(total / count)
-            groups.first[row] = count + 1.0
-            groups.second[row] = total + own
+            self._counts[row] = count + 1.0
+            self._totals[row] = total + own
         mean.add(logarithm)
         return math.exp(shift)
 
-    def factors(self, groups: Sequence[str]) -> Floats:
-        """Of each group."""
-        share = self.share
+    def factors(self) -> Floats:
+        """Of each row of the groups."""
+        share, count, total = self.share, np.array(self._counts), np.array(self._totals)
         if share < LITTLE:
-            return np.ones(len(groups))
-        count, total = self._groups.of(groups)
+            return np.ones(len(count))
         factors: Floats = np.exp((total - count * self._own.value) * share / (1.0 + (count - 1.0) * share))
         return factors
 
@@ -125,10 +135,6 @@ class GroupLengths:
         shared = self._products.value - self._paired.value * self._before.value
         sure = self._products.count / (self._products.count + DOUBT)
         return min(max(sure * shared / variance, 0.0), 0.95)
-
-    def forget(self, group: str) -> None:
-        """None of it is live any more."""
-        self._groups.forget(group)
 
     def _shift(self, count: float, total: float) -> float:
         share = self.share
@@ -165,9 +171,10 @@ class Endings:
     ends early are a factor z on the hazard (a gamma frailty): with d ends where c were to be expected, z = (a + d) / (a + c).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Groups) -> None:
         self._tasks: dict[str, _Task] = {}
-        self._groups = _Pairs()
+        self._groups = groups
+        self._ended, self._expected = groups.column(), groups.column()
         """Ends that the group had, and that were to be expected."""
 
     def add(self, task: str, group: str, turn: int, last: bool) -> None:
@@ -175,8 +182,8 @@ class Endings:
         counts = self._tasks.get(task)
         if counts is None:
             counts = self._tasks[task] = _Task()
-        row, groups = self._groups.row(group), self._groups
-        ended, expected = groups.first[row], groups.second[row]
+        row = self._groups.row(group)
+        ended, expected = self._ended[row], self._expected[row]
         inclination = (FRAILTY + ended) / (FRAILTY + expected)
         place = _place(turn)
         counts.turns[place] += inclination
@@ -184,13 +191,13 @@ class Endings:
         if last:
             counts.last[place] += 1.0
             counts.all_last += 1.0
-        groups.first[row] = ended + last
-        groups.second[row] = expected - math.log1p(-counts.chance(place))
+        self._ended[row] = ended + last
+        self._expected[row] = expected - math.log1p(-counts.chance(place))
 
     def going_on(
-        self, tasks: Sequence[str], groups: Sequence[str]
-    ) -> Callable[[NDArray[np.integer], NDArray[np.int32], NDArray[np.int32]], Floats]:
-        """The chances that a turn is not the last, of rows by their codes in `tasks` and `groups` and the turns' indices.
+        self, tasks: Sequence[str]
+    ) -> Callable[[NDArray[np.integer], NDArray[np.intp], NDArray[np.int32]], Floats]:
+        """The chances that a turn is not the last, by its task's code in `tasks`, its group's row and its index.
 
         1 for a task of which no turn has ended.
         """
@@ -198,10 +205,9 @@ class Endings:
         turns, last = np.array([one.turns for one in counts]), np.array([one.last for one in counts])
         shrink = SHRINK * np.array([one.overall for one in counts])
         logarithms = np.log1p(-np.minimum((last + shrink[:, None]) / (turns + SHRINK), MOST))
-        ended, expected = self._groups.of(groups)
-        inclination = (FRAILTY + ended) / (FRAILTY + expected)
+        inclination = (FRAILTY + np.array(self._ended)) / (FRAILTY + np.array(self._expected))
 
-        def of(task: NDArray[np.integer], group: NDArray[np.int32], turn: NDArray[np.int32]) -> Floats:
+        def of(task: NDArray[np.integer], group: NDArray[np.intp], turn: NDArray[np.int32]) -> Floats:
             # Turns are few beside rows.
             by_turn = logarithms[:, _places(np.arange(turn.max(initial=0) + 1))]
             logarithm = by_turn.ravel()[task * by_turn.shape[1] + turn]
@@ -210,10 +216,6 @@ class Endings:
             return chances
 
         return of
-
-    def forget(self, group: str) -> None:
-        """None of it is live any more."""
-        self._groups.forget(group)
 
 
 def _place(turn: int) -> int:

@@ -10,11 +10,13 @@ from prorsa.forecast.injection import Injection
 from prorsa.forecast.launches import Launches
 from prorsa.forecast.lengths import PromptLengths
 from prorsa.forecast.survival.contexts import Contexts
-from prorsa.forecast.survival.groups import Endings, GroupLengths
+from prorsa.forecast.survival.groups import Endings, GroupLengths, Groups
 from prorsa.forecast.survival.hazards import Hazards
 from prorsa.lifecycle import events as e
 from prorsa.lifecycle.snapshot import Transition
 from prorsa.lifecycle.states import State
+
+TURN_ENDS = (e.ToolStarted, e.RewardStarted)
 
 
 class DecodeSpeed:
@@ -41,11 +43,12 @@ class Learnt:
     """`observe` is O(1)."""
 
     def __init__(self, injection: Injection | None, prefill_tokens_per_s: float) -> None:
-        self.contexts = Contexts()
+        self.live_groups = Groups()
+        self.contexts = Contexts(self.live_groups)
         self.outputs = Hazards()
         """Tokens of a turn over what is usual in its group, by task and turn."""
-        self.groups = GroupLengths()
-        self.endings = Endings()
+        self.groups = GroupLengths(self.live_groups)
+        self.endings = Endings(self.live_groups)
         self.tools = Hazards()
         """Seconds, by task and tool."""
         self.starts = Hazards()
@@ -74,13 +77,12 @@ class Learnt:
             self._prefilled(transition)
         elif isinstance(event, e.Ready):
             self._arrived(transition)
-        elif isinstance(event, e.ToolStarted | e.RewardStarted):
+        elif isinstance(event, TURN_ENDS):
             self._turn_ended(transition, event.tokens)
         if transition.before is State.PREFILL:
             self._joining.pop(event.trajectory, None)
         if self.contexts.observe(transition):
-            self.groups.forget(transition.group)
-            self.endings.forget(transition.group)
+            self.live_groups.forget(transition.group)
 
     def _joined(self, transition: Transition) -> None:
         name = transition.event.trajectory

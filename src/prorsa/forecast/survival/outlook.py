@@ -94,13 +94,14 @@ class Outlook:
         self._tasks = snapshot.names.tasks or ("",)
         self._task = snapshot.task.astype(np.intp)
         self._live = self._by_task(ALL)
-        self._groups = snapshot.names.groups or ("",)
+        self._group = learnt.live_groups.rows(snapshot.names.groups)[snapshot.group]
+        """Of each trajectory, the row of its group."""
         self._appended = np.array([learnt.lengths.appended_by_any(task) for task in self._tasks])
         self._fixed, self._slope = learnt.prefill_time.line()
-        going_on = learnt.endings.going_on(self._tasks, self._groups)
+        going_on = learnt.endings.going_on(self._tasks)
         # Those that have a turn to end first.
         self._busy = np.concatenate((self._rows[State.DECODE], self._queued))
-        task, group, turn = self._task, snapshot.group, snapshot.turn.copy()
+        task, group, turn = self._task, self._group, snapshot.turn.copy()
         self._goes_on = going_on(task[self._busy], group[self._busy], turn[self._busy])
         """Of `_busy`."""
         self._comes = np.ones(len(snapshot))
@@ -218,7 +219,7 @@ class Outlook:
         expected = np.array([learnt.lengths.first(task) for task in self._tasks])
         prompts = np.where(known > 0, known, expected[self._task[rows]])
         group = snapshot.group[rows]
-        cached = learnt.contexts.have_prompts([self._groups[code] for code in group.tolist()])
+        cached = learnt.contexts.have_prompts()[self._group[rows]]
         # Of a group whose prompt nobody has computed yet, one member does.
         new = np.where(cached, SEED, prompts / np.bincount(group)[group])
         volume = np.array([cells.count, cells.sums(prompts)])
@@ -271,8 +272,8 @@ class Outlook:
         decode = self._rows[State.DECODE]
         rows = self._busy
         context, speeds, mean_speed = self._contexts(decode, rows)
-        usual = learnt.groups.factors(self._groups)
-        factors = usual[snapshot.group[rows]]
+        usual = learnt.groups.factors()[self._group]
+        factors = usual[rows]
         made, pace = np.maximum(context - snapshot.start[rows], 0.0) / factors, speeds / factors
         waits = (np.arange(len(rows)) >= len(decode)).astype(np.int64)
         buckets = load_buckets(snapshot.turn[rows] + 1)
@@ -283,7 +284,7 @@ class Outlook:
         running = reached, weight, snapshot.time
         fresh = learnt.outputs.curves(self._task_keys(), cells.columns[0], *running)
         every, none = np.arange(len(self._tasks)), np.zeros(len(self._tasks))
-        lengths = self._by_task(ALL, usual[snapshot.group]) / np.maximum(self._live, 1.0)
+        lengths = self._by_task(ALL, usual) / np.maximum(self._live, 1.0)
         kernel = fresh.kernel(every, none, mean_speed * grid.step / np.maximum(lengths, _TINY), BINS)
         goes_on = self._by_task(ALL, self._comes * self._then_goes_on) / np.maximum(
             self._by_task(ALL, self._comes), _TINY
