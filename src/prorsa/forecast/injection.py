@@ -10,8 +10,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
+from prorsa.lifecycle import events as e
 from prorsa.lifecycle.snapshot import Transition
 from prorsa.lifecycle.states import State
+
+ENDS = (e.Done, e.Dropped)
 
 
 class Injection(Protocol):
@@ -71,7 +74,7 @@ class GroupReplenishment:
 
     def observe(self, transition: Transition) -> None:
         rewarding = (transition.after is State.REWARD) - (transition.before is State.REWARD)
-        sampled, ended = transition.before is None, not transition.after.live
+        sampled, ended = transition.before is None, isinstance(transition.event, ENDS)
         if not (rewarding or sampled or ended):
             return
         group = self._groups.setdefault(transition.group, _Group())
