@@ -23,6 +23,7 @@ from prorsa.engines.protocol import (
     Load,
     Role,
     SamplingParams,
+    in_place,
 )
 
 VOCABULARY = 97
@@ -256,7 +257,7 @@ class FakeEngine:
 
     async def switch_role(self, role: Role) -> None:
         self._answer()
-        if self.legs or self.refuse_flips > 0:
+        if (self.legs and not in_place(self.role, role)) or self.refuse_flips > 0:
             self.refuse_flips -= 1
             raise EngineBusy(f"engine {self.name}: not idle: {list(self.legs)}")
         if self.flip_fault == "hang":

@@ -245,6 +245,22 @@ async def test_a_mixed_instance_serves_while_the_last_of_a_role_flips() -> None:
         assert bench.roles() == "MMD"
 
 
+@in_virtual_time
+async def test_nothing_is_disturbed_where_an_instance_becomes_mixed_or_a_mixed_one_decodes_only() -> None:
+    async with Bench("PDD") as bench:
+        turns = await busy(bench, 4)
+        instances = list(bench.control.fleet)
+        epochs = [instance.cache_epoch for instance in instances]
+        flips = await bench.control.switcher.apply(Allocation(0, 0, 3))
+        more = [asyncio.create_task(bench.trajectory(f"later-{n}")) for n in range(4)]
+        await asyncio.sleep(0.25)
+        flips += await bench.control.switcher.apply(Allocation(0, 1, 2))
+        assert [(flip.cancelled, flip.drain_s, flip.failure) for flip in flips] == [(0, 0.0, None)] * 4
+        await asyncio.gather(*turns, *more)
+        assert {turn.attempts for turn in bench.notes.turns} == {1}
+        assert [instance.cache_epoch for instance in instances] == epochs
+
+
 # Patience.
 
 

@@ -273,10 +273,50 @@ def test_a_role_changes_only_when_idle_and_keeps_the_cache(checkpoint: Path) -> 
     core.set_role(Role.DECODE)
     assert core.reserve("b", prompt, GREEDY) == Reservation(first_missing_block=2, n_blocks=3)
     with pytest.raises(NotIdle):
-        core.set_role(Role.MIXED)
+        core.set_role(Role.PREFILL)
     core.abort("b")
     core.set_role(Role.MIXED)
     assert core.missing_hashes(prompt) == []
+
+
+def test_what_is_on_an_engine_goes_on_where_its_role_changes_in_place(checkpoint: Path) -> None:
+    prompts = prompts_of((40, 25, 33))
+    alone = [generate(core_at(checkpoint), [prompt], GREEDY)[0].tokens for prompt in prompts]
+    prefill, decode = core_at(checkpoint, Role.PREFILL), core_at(checkpoint, Role.DECODE)
+    hand_over(prefill, decode, "a", prompts[0], GREEDY)
+    tokens: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+
+    def step(core: EngineCore) -> None:
+        for output in core.step().outputs:
+            tokens[output.rid] += output.token_ids
+
+    step(decode)
+    decode.set_role(Role.MIXED)
+    decode.submit("b", prompts[1], GREEDY)
+    step(decode)
+    decode.submit("c", prompts[2], GREEDY)
+    # Neither what decodes nor what waits for its prefill has to end first.
+    decode.set_role(Role.DECODE)
+    while decode.has_work():
+        step(decode)
+    assert [tokens["a"], tokens["b"], tokens["c"]] == alone
+    assert decode.load().used_tokens == 0
+
+
+def test_a_prefill_that_has_begun_is_handed_over_by_an_engine_that_has_become_mixed(checkpoint: Path) -> None:
+    short, long = prompts_of((30, 40))
+    prefill = core_at(checkpoint, Role.PREFILL, prefill_chunk=16)
+    prefill.submit("held", long, GREEDY, handover=True)
+    prefill.step()
+    prefill.set_role(Role.MIXED)
+    prefill.submit("whole", short, GREEDY)
+    done = run(prefill)
+    assert len(done["whole"].tokens) == GREEDY.max_new_tokens
+    # The first token alone, and its KV cache to be fetched.
+    assert len(done["held"].tokens) == 1
+    assert prefill.export_block("held", 2)
+    prefill.release("held")
+    assert prefill.load().used_tokens == 0
 
 
 def test_each_role_refuses_what_belongs_to_another(checkpoint: Path) -> None:

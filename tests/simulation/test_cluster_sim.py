@@ -246,16 +246,36 @@ def test_only_an_idle_engine_becomes_another_and_it_takes_its_time(profile: Prof
         reading = asyncio.create_task(read(engine.generate(request())))
         await asyncio.sleep(0.01)
         with pytest.raises(EngineBusy):
-            await engine.switch_role(Role.DECODE)
+            await engine.switch_role(Role.PREFILL)
         await reading
         start = asyncio.get_running_loop().time()
-        switch = asyncio.create_task(engine.switch_role(Role.DECODE))
+        switch = asyncio.create_task(engine.switch_role(Role.PREFILL))
         await asyncio.sleep(0.1)
         with pytest.raises(EngineBusy):
             await read(engine.generate(request(4, room=1)))
         await switch
         assert asyncio.get_running_loop().time() - start == pytest.approx(profile.flip_s)
-        assert (await engine.info()).role is Role.DECODE
+        assert (await engine.info()).role is Role.PREFILL
+
+    run(main())
+
+
+def test_an_engine_that_becomes_mixed_or_is_no_longer_goes_on_with_what_it_has(profile: Profile) -> None:
+    async def main() -> None:
+        simulated, (prefill, decode) = cluster(profile, "PD")
+        told = request(room=1)
+        legs = [asyncio.create_task(read(engine.generate(told))) for engine in (prefill, decode)]
+        await asyncio.sleep(0.0)
+        start = asyncio.get_running_loop().time()
+        for engine in (prefill, decode):
+            await engine.switch_role(Role.MIXED)
+        whole = asyncio.create_task(read(decode.generate(request(4))))
+        await asyncio.sleep(0.0)
+        await decode.switch_role(Role.DECODE)
+        assert asyncio.get_running_loop().time() == start
+        chunks = [await leg for leg in (*legs, whole)]
+        assert [leg[-1].finish for leg in chunks] == [FinishReason.LENGTH, FinishReason.STOP, FinishReason.STOP]
+        simulated.check()
 
     run(main())
 

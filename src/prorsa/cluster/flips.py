@@ -14,7 +14,7 @@ from itertools import combinations
 
 from prorsa.allocation import Allocation
 from prorsa.cluster.instances import Fleet, Instance
-from prorsa.engines.protocol import Role
+from prorsa.engines.protocol import Role, in_place
 
 Change = tuple[Instance, Role]
 Can = Callable[[Instance, Role], bool]
@@ -22,6 +22,11 @@ Can = Callable[[Instance, Role], bool]
 
 def can_flip(instance: Instance, role: Role) -> bool:
     return role in instance.engine.roles
+
+
+def changes_in_place(instance: Instance, role: Role) -> bool:
+    """Whether the flip disturbs nothing that the instance serves."""
+    return can_flip(instance, role) and in_place(instance.role, role)
 
 
 def serves(allocation: Allocation) -> bool:

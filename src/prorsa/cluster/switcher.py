@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from prorsa.allocation import Allocation
 from prorsa.cluster.canary import Canary
-from prorsa.cluster.flips import Change, added, can_flip, missing, next_wave, serves, surplus
+from prorsa.cluster.flips import Change, added, can_flip, changes_in_place, missing, next_wave, serves, surplus
 from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.observers import Flip
 from prorsa.cluster.router import Router
@@ -313,9 +313,10 @@ class RoleSwitcher:
         cancelled, failure = 0, None
         relaunched = not can_flip(instance, role)
         try:
-            await self._let_finish(instance, patience)
-            cancelled = await self._router.drain(instance, f"instance {instance.name} becomes {role}")
-            await self._wait_idle(instance)
+            if not changes_in_place(instance, role):
+                await self._let_finish(instance, patience)
+                cancelled = await self._router.drain(instance, f"instance {instance.name} becomes {role}")
+                await self._wait_idle(instance)
             idle_at = now()
             self._step(instance, InstanceState.DRAINING, InstanceState.FLIPPING)
             await (self._relaunch if relaunched else self._become)(instance, role)
@@ -349,7 +350,7 @@ class RoleSwitcher:
     def _step(self, instance: Instance, before: InstanceState, after: InstanceState, role: Role | None = None) -> None:
         if instance.state is not before:
             raise EngineError(f"instance {instance.name}: it was found {instance.state} while it was {before}")
-        if role is not None:
+        if role is not None and not changes_in_place(instance, role):
             instance.lose_cache()
         self._fleet.move(instance, after, role)
 

@@ -25,6 +25,12 @@ ALL_ROLES = frozenset(Role)
 SPLIT_ROLES = frozenset({Role.PREFILL, Role.DECODE})
 
 
+def in_place(before: Role, after: Role) -> bool:
+    """Whether an engine that can have both roles changes between them while it serves, and goes on with what it has: a mixed
+    one can do all that others do, and a decode engine can also end what a mixed one has begun."""
+    return after is Role.MIXED or (before, after) == (Role.MIXED, Role.DECODE)
+
+
 class Tokens(Protocol):
     """Token ids of a context. A tuple is one; a simulation may count where it need not store."""
 

@@ -11,7 +11,10 @@ Every rid that was accepted ends with exactly one `Output` whose `finish` is set
 
 Space: a mixed engine starts a request when its prompt fits and each running one can still take a block; when a decode
 finds no block, the youngest request is retracted: it gives its blocks back, keeps its tokens and is computed again when
-there is room. A decode engine cannot compute a prompt again, so it admits only what fits to its very last token.
+there is room. A decode engine would have to compute a prompt that was imported, so it admits only what fits to its very
+last token.
+
+The role says what is accepted. What is here goes on as it began, also where the role has changed meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from prorsa.engines.embedded.checkpoint import Array, ModelError, read_config, r
 from prorsa.engines.embedded.kv import BlockPool, Window, extend_hashes
 from prorsa.engines.embedded.model import Model, Segment
 from prorsa.engines.embedded.sampling import sample
-from prorsa.engines.protocol import FinishReason, Load, Role, SamplingParams
+from prorsa.engines.protocol import FinishReason, Load, Role, SamplingParams, in_place
 
 Buffer = bytes | bytearray | memoryview
 
@@ -46,7 +49,7 @@ class RequestRefused(CoreError):
 
 
 class NotIdle(CoreError):
-    """The role can only change while no request is on the engine."""
+    """This change of role waits until no request is on the engine."""
 
 
 class UnknownRequest(CoreError):
@@ -127,6 +130,8 @@ class Request:
     sampling: SamplingParams
     arrival: int
     stage: Stage
+    handover: bool = False
+    """Whether another engine decodes it."""
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     """Of the leading full blocks of `tokens`, as far as they were needed."""
@@ -210,7 +215,7 @@ class EngineCore:
         if self.role is Role.DECODE or handover is not (self.role is Role.PREFILL):
             kind = "a request to hand over" if handover else "a whole request"
             raise RequestRefused(f"request {rid}: {kind} cannot be submitted to a {self.role} engine")
-        self._enqueue(self._request(rid, input_ids, sampling, Stage.WAITING))
+        self._enqueue(self._request(rid, input_ids, sampling, Stage.WAITING, handover))
 
     def export_block(self, rid: str, index: int) -> memoryview:
         """Raw KV of one prompt block of a request (bytes, valid until `step`, `release` or `abort`). Raises
@@ -329,19 +334,19 @@ class EngineCore:
         step = StepOutput(outputs=self._aborted)
         self._aborted = []
         self._decode(step)
-        if self.role is Role.DECODE:
-            self._join_admitted(step)
-            self._grant_waiting(step)
-        else:
-            self._prefill(step)
+        self._join_admitted(step)
+        self._grant_waiting(step)
+        self._prefill(step)
         return step
 
     def set_role(self, role: Role) -> None:
-        """Become `role`; weights and prefix cache stay. Raises `NotIdle`."""
-        if self._requests:
+        """Become `role`; weights and prefix cache stay, and requests too where the role changes `in_place`: it says what is
+        accepted, not what is done. Raises `NotIdle`."""
+        if self._requests and not in_place(self.role, role):
             raise NotIdle(f"role {self.role} cannot become {role}: {len(self._requests)} requests are on the engine")
         self.role = role
-        self._window.clear()
+        if not self._requests:
+            self._window.clear()
 
     def load_weights(self, path: str, version: int) -> None:
         """Replace the weights by the checkpoint at `path`: aborts every request and empties the prefix cache. Raises
@@ -367,7 +372,9 @@ class EngineCore:
 
     # Requests
 
-    def _request(self, rid: str, input_ids: Sequence[int], sampling: SamplingParams, stage: Stage) -> Request:
+    def _request(
+        self, rid: str, input_ids: Sequence[int], sampling: SamplingParams, stage: Stage, handover: bool = False
+    ) -> Request:
         if rid in self._requests:
             raise RequestRefused(f"request {rid}: it is on the engine already")
         if not input_ids or not 0 <= min(input_ids) <= max(input_ids) < self._config.vocabulary:
@@ -376,7 +383,7 @@ class EngineCore:
             )
         if sampling.max_new_tokens < 1:
             raise RequestRefused(f"request {rid}: max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed")
-        request = Request(rid, list(input_ids), len(input_ids), sampling, next(self._arrivals), stage)
+        request = Request(rid, list(input_ids), len(input_ids), sampling, next(self._arrivals), stage, handover)
         total = len(input_ids) + sampling.max_new_tokens
         if total > self.max_context:
             raise RequestRefused(
@@ -457,7 +464,7 @@ class EngineCore:
 
     def _most_blocks(self, request: Request) -> int:
         """Blocks that a request holds at most here. The KV of the last token is never computed."""
-        new = 1 if self.role is Role.PREFILL else request.sampling.max_new_tokens
+        new = 1 if request.handover else request.sampling.max_new_tokens
         return self._blocks(request.prompt_tokens + new - 1)
 
     def _has_room(self, request: Request) -> bool:
@@ -465,11 +472,12 @@ class EngineCore:
         active = [r for r in self._requests.values() if r.stage in (Stage.PREFILLING, Stage.RESERVED, Stage.RUNNING)]
         if len(active) >= self._max_running:
             return False
-        if self.role is Role.DECODE:
-            return sum(map(self._most_blocks, active)) + self._most_blocks(request) <= len(self._pool)
+        if request.stage is Stage.RESERVING:
+            holders = [r for r in self._requests.values() if r.blocks]
+            return sum(map(self._most_blocks, holders)) + self._most_blocks(request) <= len(self._pool)
         cached = self._pool.match(self._reusable(request))
         lacking = self._blocks(len(request.tokens)) - len(cached)
-        growth = len(active) if self.role is Role.MIXED else 0
+        growth = 0 if self.role is Role.PREFILL else len(active)
         fits = lacking + growth <= self._pool.available
         self._pool.release(cached)
         return fits
@@ -520,7 +528,7 @@ class EngineCore:
         if complete:
             self._sample(complete, logits)
         for request, _ in chosen:
-            if self.role is Role.PREFILL:
+            if request.handover:
                 if request in complete:
                     self._prefilling.remove(request)
                     request.stage = Stage.HELD
@@ -545,7 +553,7 @@ class EngineCore:
 
     def _candidates(self, underway: set[bytes]) -> Iterator[Request]:
         yield from list(self._prefilling)
-        while self._waiting and self._has_room(self._waiting[0]):
+        while self._waiting and self._waiting[0].stage is Stage.WAITING and self._has_room(self._waiting[0]):
             # What another request computes in this very step is found in the cache by the next one.
             if any(hash in underway for hash in self._reusable(self._waiting[0]) if hash not in self._pool):
                 return
@@ -586,7 +594,8 @@ class EngineCore:
         needy = [r for r in self._running if r.computed == len(r.blocks) * self.block_tokens]
         for request in sorted(needy, key=lambda r: r.arrival):
             while request.stage is Stage.RUNNING and not self._pool.available:
-                self._retract(max(self._prefilling + self._running, key=lambda r: r.arrival))
+                own = [r for r in self._prefilling if not r.handover]
+                self._retract(max(own + self._running, key=lambda r: r.arrival))
             if request.stage is Stage.RUNNING:
                 request.blocks += self._pool.allocate(1)
 
@@ -615,7 +624,7 @@ class EngineCore:
                 self._join(request)
 
     def _grant_waiting(self, step: StepOutput) -> None:
-        while self._waiting and self._has_room(self._waiting[0]):
+        while self._waiting and self._waiting[0].stage is Stage.RESERVING and self._has_room(self._waiting[0]):
             request = self._waiting.popleft()
             step.reserved.append((request.rid, self._grant(request)))
 

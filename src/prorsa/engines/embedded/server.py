@@ -46,7 +46,7 @@ from prorsa.engines.embedded.requests import (
 )
 from prorsa.engines.embedded.tickets import Ticket
 from prorsa.engines.embedded.transfer import FirstToken, Handover, Prompt, Pull, Rooms
-from prorsa.engines.protocol import FinishReason, Role
+from prorsa.engines.protocol import FinishReason, Role, in_place
 
 MAX_BODY_BYTES = 64 << 20
 KEEPALIVE_SECONDS = 3600.0
@@ -313,7 +313,7 @@ class EngineServer:
         answer: dict[str, Any] = {"old_role": role_name(old), "new_role": role_name(new)}
         if new is old:
             return web.json_response({"success": True, "message": "already in target role", **answer})
-        if self._unfinished():
+        if self._unfinished() and not in_place(old, new):
             message = "instance is not idle; drain all requests before switching"
             return web.json_response({"success": False, "message": message, **answer}, status=400)
         self._core.set_role(new)

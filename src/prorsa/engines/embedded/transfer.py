@@ -110,7 +110,7 @@ class Rooms:
 
     def __init__(self, room_seconds: float = ROOM_SECONDS) -> None:
         self.open_for_prefill = True
-        """False while the engine has another role: whoever connects is told so at once."""
+        """False while the engine has another role: whoever connects for a leg that is not here is told so at once."""
         self._room_seconds = room_seconds
         self._legs: dict[int, Handover] = {}
         self._waiting: dict[int, tuple[DecodePeer, Prompt]] = {}
@@ -141,7 +141,7 @@ class Rooms:
             self._start_timer(room)
 
     def hello(self, room: int, peer: DecodePeer, prompt: Prompt) -> None:
-        if not self.open_for_prefill:
+        if not self.open_for_prefill and room not in self._legs:
             peer.refuse("this engine has no prefill role now")
         elif room in self._waiting or (room in self._legs and self._legs[room]._peer is not None):
             peer.refuse(f"room {room} has its decode side already")

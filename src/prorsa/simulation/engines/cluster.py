@@ -23,6 +23,7 @@ from prorsa.engines.protocol import (
     GenerateRequest,
     Load,
     Role,
+    in_place,
 )
 from prorsa.profiles.costs import StepCosts
 from prorsa.profiles.profile import Profile
@@ -258,7 +259,7 @@ class SimulatedEngine:
         leg = _Leg(stream, core.version, self._loop)
         leg.job = self._job(request, leg)
         self._legs[request.rid] = leg
-        if core.role is Role.DECODE:
+        if core.role is not Role.PREFILL and leg.job.handover is not None:
             core.decode(leg.job, self._loop.time())
         else:
             core.prefill(leg.job, self._loop.time())
@@ -274,8 +275,9 @@ class SimulatedEngine:
         if request.rid in self._legs:
             raise EngineError(f"engine {self.name}: asked {request.rid}; it serves that already")
         bootstrap, role = request.bootstrap, self.core.role
-        elsewhere = role is Role.PREFILL and bootstrap is not None and bootstrap.host != self.bootstrap_host
-        if (bootstrap is None) != (role is Role.MIXED) or elsewhere:
+        here = bootstrap is not None and bootstrap.host == self.bootstrap_host
+        fits = role is Role.MIXED if bootstrap is None else here is (role is Role.PREFILL)
+        if not fits:
             raise EngineError(f"engine {self.name}: asked {request.rid} with {bootstrap}; it is a {role} instance")
 
     def _job(self, request: GenerateRequest, leg: _Leg) -> Job:
@@ -340,19 +342,24 @@ class SimulatedEngine:
         return EngineInfo(self.core.role, self.core.version, self.core.profile.model)
 
     async def switch_role(self, role: Role) -> None:
-        """Takes the profile's `flip_s`; the prefixes that it has cached are lost."""
+        """In place, or else it takes the profile's `flip_s`, and the prefixes that it has cached are lost."""
         self._answer()
-        if self._occupied is not None or self.core.jobs:
+        changes_in_place = in_place(self.core.role, role)
+        if self._occupied is not None or (self.core.jobs and not changes_in_place):
             raise EngineBusy(f"engine {self.name}: asked to become {role}; it is not idle")
         if role not in self.roles:
             raise EngineError(
                 f"engine {self.name}: asked to become {role}; its ranks are grouped as profile {self.core.profile.name} has "
                 f"them, not as {self._cluster.profile(role).name} of that role: it would have to be restarted"
             )
-        await self._pass("a role switch", self.core.profile.flip_s)
+        if not changes_in_place:
+            await self._pass("a role switch", self.core.profile.flip_s)
         if self.flip_fault is not None:
             raise EngineError(f"engine {self.name}: asked to become {role}; {self.flip_fault}")
-        self.core = self._cluster.core(self, role, self.core.version)
+        if changes_in_place:
+            self.core.become(role)
+        else:
+            self.core = self._cluster.core(self, role, self.core.version)
 
     async def update_weights(self, path: str, version: int) -> None:
         """Takes the profile's `update_s` from when its last request has ended; nothing of the old version is read again."""

@@ -96,13 +96,13 @@ class Core:
     ) -> None:
         self.profile = profile
         self.times = times
-        self.role = role
         self.version = version
         self.store = store
         self.statistics = statistics
         self.ledger = ledger
         self.changed = changed
-        self.prefill_every = prefill_every if role is Role.MIXED else 0
+        self._mixed_prefill_every = prefill_every
+        self.become(role)
         self.stream_s = stream_s
         self.jobs: dict[Job, None] = {}
         """Every request that lives here."""
@@ -136,6 +136,11 @@ class Core:
         self._extending: list[Rank] = []
 
     # What the owner calls.
+
+    def become(self, role: Role) -> None:
+        """Get a role that differs only in what is accepted: what is here goes on."""
+        self.role = role
+        self.prefill_every = self._mixed_prefill_every if role is Role.MIXED else 0
 
     @property
     def due(self) -> float:
@@ -373,8 +378,7 @@ class Core:
         rank.work += job.context - job.done - job.work
         job.work = job.context - job.done
         job.stage = Stage.PREFILLING
-        if self.role is Role.PREFILL and job.done:
-            assert job.handover is not None
+        if job.handover is not None and job.done:
             job.handover.offer(job.done, now)
         return True
 
@@ -409,8 +413,7 @@ class Core:
             self.statistics.prefilled_tokens += tokens
             if job.done == job.context:
                 self._prefilled(rank, job, now)
-            if self.role is Role.PREFILL:
-                assert job.handover is not None
+            if job.handover is not None:
                 job.handover.offer(tokens, now)
         rank.chunk.clear()
 
@@ -427,7 +430,7 @@ class Core:
         job.computed = 0
         if not job.generated:
             job.cached_prompt = job.cached + job.fetched
-        if self.role is Role.PREFILL:
+        if job.handover is not None:
             job.stage = Stage.SENDING
             return
         rank.held -= job.context + 1
