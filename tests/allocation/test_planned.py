@@ -80,6 +80,39 @@ def test_a_flip_costs_what_the_instance_does_not_do_meanwhile() -> None:
     assert 60.0 - lost < found[1] < 60.0
 
 
+def test_a_change_in_place_costs_nothing() -> None:
+    work = replace(NOTHING, decoding=20, decoding_left=1e12, decoding_context=100)
+    becomes_mixed = yields(work, Allocation(1, 2), [Allocation(1, 2), Allocation(0, 0, 3)], FLAT, ROOMY)
+    assert becomes_mixed == pytest.approx([60.0, 60.0])
+    back = yields(work, Allocation(0, 0, 3), [Allocation(0, 0, 3), Allocation(0, 1, 2)], FLAT, ROOMY)
+    assert back == pytest.approx([90.0, 90.0])
+
+
+def test_turns_that_outlast_the_time_ahead_count_as_they_go_on_at_its_end() -> None:
+    """A prefill instance becomes a decode instance and takes half of the decodes: steps of 0.11 s, not 0.12 s."""
+    short, long = (replace(NOTHING, decoding=20, decoding_left=left, decoding_context=100) for left in (300, 1e12))
+    now, more = Allocation(2, 1), Allocation(1, 2)
+    bounds = Bounds(kv_tokens=1e9, even_out=True)
+    gains = [np.divide(*reversed(yields(work, now, [now, more], Plain(), bounds))) for work in (short, long)]
+    # For 5 s nothing changes; then half of the decodes has to be prefilled again, 10 s of an instance, 5 s on average.
+    assert gains[0] < 1.0
+    # Ten times as long it goes on at the end; once all have moved, 20 decodes make 12 / 11 of the tokens.
+    assert 1.0 + 0.5 / 11 < gains[1] < 12 / 11
+
+
+def test_what_prefills_took_beyond_the_model_slows_those_that_come() -> None:
+    work = replace(NOTHING, queued=1e9, queued_new=1000, turn_output=1e12)
+    now, slots = Allocation(1, 1), Bounds(1e9, prefill_slots=0.5 * (1 + CROWDED / 2 + 2.0))
+    seen = {"prefilled_rate": 0.5, "prefilled_new": 1000.0}
+    # At half of full speed a prefill should take 1 + CROWDED / 2 s; it took 2 s longer.
+    slow = replace(work, prefilled_s=1 + CROWDED / 2 + 2.0, **seen)
+    (found,) = yields(slow, now, [now], FLAT, slots)
+    assert found == pytest.approx(15 + 15 * 30 / 2, rel=0.03)
+    # What takes as long as it should is no correction: as many slots then hold more.
+    (found_too,) = yields(replace(work, prefilled_s=1 + CROWDED / 2, **seen), now, [now], FLAT, slots)
+    assert found_too == yields(work, now, [now], FLAT, slots)[0] > 1.1 * found
+
+
 def test_a_queue_without_end_keeps_every_prefill_instance_busy() -> None:
     work = replace(NOTHING, queued=1e9, queued_new=1000, turn_output=1e12, turn_new=1000)
     one, two = yields(work, Allocation(2, 1), [Allocation(1, 1), Allocation(2, 1)], Plain(flip_s=0.0), ROOMY)
@@ -89,21 +122,19 @@ def test_a_queue_without_end_keeps_every_prefill_instance_busy() -> None:
 
 
 def test_slots_bound_how_busy_a_prefill_instance_gets() -> None:
-    work = replace(
-        NOTHING, queued=1e9, queued_new=1000, turn_output=1e12, decoding=1, decoding_left=1e12, decoding_context=1
-    )
+    work = replace(NOTHING, queued=1e9, queued_new=1000, turn_output=1e12)
     now = Allocation(1, 1)
     free, bound = (
         yields(work, now, [now], FLAT, Bounds(1e9, prefill_slots=slots))[0] for slots in (np.inf, 0.5 + CROWDED / 4)
     )
-    # 30 prefills of 1 s; 1 decode at first, and 1 more a second, each with 10 tokens a second of 0.1 s.
-    assert free == pytest.approx(30 + 30 + 30**2 / 2, rel=0.03)
+    # 30 prefills of 1 s; 1 decode more a second, each with 10 tokens a second of 0.1 s.
+    assert free == pytest.approx(30 + 30**2 / 2, rel=0.03)
     # At u = 1/2 a request takes (1 + CROWDED / 2) s, and half of one comes in a second: so many slots give half the speed.
-    assert bound == pytest.approx(15 + 30 + 15 * 30 / 2, rel=0.03)
+    assert bound == pytest.approx(15 + 15 * 30 / 2, rel=0.03)
 
 
 def test_mixed_ranks_that_always_prefill_do_not_decode() -> None:
-    work = replace(NOTHING, queued=1e9, queued_new=1000, decoding=1, decoding_left=1e12, decoding_context=1)
+    work = replace(NOTHING, queued=1e9, queued_new=1000, decoding=1, decoding_left=300, decoding_context=1)
     (found,) = yields(work, Allocation(0, 0, 1), [Allocation(0, 0, 1)], FLAT, ROOMY)
     assert found == pytest.approx(30.0, rel=0.02)
 
@@ -213,7 +244,7 @@ def test_decodes_move_only_where_turns_have_long_to_go(left: float, moves: bool)
 
 
 def test_a_cadence_keeps_prompts_waiting_on_mixed_instances() -> None:
-    work = replace(NOTHING, queued=1, queued_new=1000, decoding=10, decoding_left=1e12, decoding_context=100)
+    work = replace(NOTHING, queued=1, queued_new=1000, decoding=10, decoding_left=300, decoding_context=100)
     now = Allocation(0, 0, 1)
     often, seldom = (yields(work, now, [now], FLAT, Bounds(1e9, prefill_every=k))[0] for k in (1, 64))
     # One prompt of a second, whose decode makes tokens as soon as it has begun: on average 3 s later with a cadence of 64.

@@ -3,7 +3,7 @@
 Requests wait, are prefilled, decode, and come back after their tools (`Work`); each stage takes from the one before as much
 as its instances can do at its present batch (`EngineCosts`). The allocations that are compared flow side by side, as the rows
 of arrays. What a role switch costs is in the flow: the instances that change their role do nothing for its dead time, and
-what they had in decode waits to be prefilled again.
+what they had in decode waits to be prefilled again; those that change in place go on.
 
 A yield is useful work, in instance-seconds: each prefill counts what a busy instance takes for it, each decoded token what it
 takes at the batch of now; a prefill that has to be done again counts once. In a steady state that is proportional to turns a
@@ -25,12 +25,15 @@ from numpy.typing import NDArray
 
 from prorsa.allocation.costs import EngineCosts
 from prorsa.allocation.solver import Allocation
+from prorsa.allocation.transition import staying
 from prorsa.forecast.work import Work
 
 Floats = NDArray[np.float64]
 
 STEPS = 60
 """Of the flow; stages that are shorter are smoothed, not lost."""
+END = STEPS // 3
+"""The last ones of them, whose decodes say what goes on."""
 STAYED, RESUMED, FRESH = range(3)
 """Decodes that go on where they are, that go on after they were cancelled, and that have yet to begin."""
 FLIP_COST = 0.1
@@ -38,6 +41,8 @@ FLIP_COST = 0.1
 CROWDED = 4.5
 """How a prefill's latency grows with the share u of full speed at which its instance works: 1 + CROWDED u times what it is
 alone, since ranks wait for each other and prompts for their ranks. Fitted, see docs/policy.md."""
+LONGEST = 10.0
+"""So many times as long as the flow does the yield of decodes at its end go on at most, where turns do."""
 CORRECTED = 2.0
 """At most by this factor does what is observed correct the profile."""
 BATCHES = np.concatenate(([0.0], np.geomspace(1.0, 4096.0, 37)))
@@ -77,7 +82,8 @@ class _Flow:
         new, prefix = _mean(work)
         self._prefill_s = costs.prefill_s(new, prefix)
         chunks = max(ceil(new / costs.chunk), 1)
-        self._alone_s = chunks * costs.prefill_step_s(new / chunks, prefix, 1 / costs.ranks)
+        self._alone_s = _alone_s(costs, new, prefix)
+        self._beside_s = _beside_s(work, current, costs)
         self._new = new
         self._chunks = chunks
         self._chunk = max(float(costs.chunk), new / chunks)
@@ -92,6 +98,8 @@ class _Flow:
         self._even_out = bounds.even_out
         self._slots = bounds.prefill_slots
         self._room = max(bounds.kv_tokens / context, 1.0)
+        # Where turns outlast the flow, so does what they yield at its end.
+        self._outlasts = min(max(work.decoding_left * work.token_s / work.ahead - 1.0, 0.0), LONGEST)
         decoding = max(work.decoding / max(current.decode + current.mixed, 1), 1.0)
         expected = self._step(np.array([decoding]))[0]
         if work.token_s and work.decoding and not current.mixed:
@@ -102,8 +110,8 @@ class _Flow:
     def run(self) -> Floats:
         work, dt, prefill_s = self._work, self._dt, self._prefill_s
         rows = len(self._target)
-        staying = np.minimum(self._target, self._current)
-        able, holding = self._current[1] + self._current[2], staying[:, 1] + staying[:, 2]
+        working_on, holding = staying(self._current, self._target)
+        able = self._current[1] + self._current[2]
         decoders = np.maximum(self._target[:, 1] + self._target[:, 2], 1.0)
         kept = holding / able if able else np.zeros(rows)
         decodes = np.zeros((3, 2, rows))
@@ -112,14 +120,14 @@ class _Flow:
         resumed = (1.0 - kept) * work.decoding
         queued = work.queued + resumed
         useful = -prefill_s * resumed
-        away = np.zeros(rows)
+        away, at_the_end = np.zeros(rows), np.zeros(rows)
         left, output = max(work.decoding_left, 1.0), max(work.turn_output, 1.0)
         length = np.array([left, left, output])[:, None, None]
         back = -np.expm1(-dt / max(work.away, 1e-3))
         slices = len(work.returns)
         flips = min(ceil(self._flip_s / dt), STEPS)
         for step in range(STEPS):
-            working = staying.T if step < flips else self._target.T
+            working = working_on.T if step < flips else self._target.T
             prefill, decode, mixed = working
             if step == flips and self._even_out:
                 stay = np.minimum(holding / decoders, 1.0)
@@ -160,12 +168,15 @@ class _Flow:
             crowded = dt / self._step(decodes[STAYED].sum(axis=0) / np.maximum(holding, 1.0))
             tokens[STAYED] = np.minimum(tokens[STAYED], crowded)
             ended = decodes * -np.expm1(-tokens / length)
-            useful += prefill_s * started + self._token_s * (tokens * decodes).sum(axis=(0, 1))
+            decoded = self._token_s * (tokens * decodes).sum(axis=(0, 1))
+            useful += prefill_s * started + decoded
+            at_the_end += decoded * (step >= STEPS - END)
             decodes -= ended
             decodes[RESUMED] += old * placed
             decodes[FRESH] += (1.0 - old) * placed
             away += work.again * ended.sum(axis=(0, 1))
-        found: Floats = useful - FLIP_COST * self._flip_s * (self._current - staying).sum(axis=1)
+        useful -= FLIP_COST * self._flip_s * (self._target - working_on).sum(axis=1)
+        found: Floats = (useful + self._outlasts * at_the_end * STEPS / END) / (1.0 + self._outlasts)
         return found
 
     def _step(self, decodes: Floats) -> Floats:
@@ -184,13 +195,14 @@ class _Flow:
         """The share of their fastest `rate`, prefills a second, at which instances work with so many requests there.
 
         A rank does the prompts of its queue one after the other, unless full chunks are quicker. At the share u of that a
-        request takes 1 + CROWDED u times what it takes `alone`, and as many are there as come in that time (Little): solved
-        for u. No more are there than the instances have slots.
+        request takes 1 + CROWDED u times what it takes `alone`, and what it takes beside that; as many are there as come in
+        that time (Little): solved for u. No more are there than the instances have slots.
         """
         speed = np.minimum(rate, instances * self._ranks / self._alone_s)
         there = np.minimum(queued, self._slots * np.maximum(instances, 1.0))
         there = np.divide(there, speed * alone, out=np.zeros(len(queued)), where=speed > 0)
-        busy = np.minimum((np.sqrt(1.0 + 4.0 * CROWDED * there) - 1.0) / (2.0 * CROWDED), 1.0)
+        least = 1.0 + self._beside_s / alone
+        busy = np.minimum((np.sqrt(least**2 + 4.0 * CROWDED * there) - least) / (2.0 * CROWDED), 1.0)
         share: Floats = np.divide(busy * speed, rate, out=np.zeros(len(queued)), where=rate > 0)
         return share
 
@@ -217,6 +229,24 @@ class _Flow:
         self._mean_step_s = mean
         lost = chance / self._every
         return np.where(mixed > 0, self._dt / mean * (1.0 - lost), 0.0)
+
+
+def _alone_s(costs: EngineCosts, new: float, prefix: float) -> float:
+    """Seconds of a prefill on an instance that has nothing else to do."""
+    chunks = max(ceil(new / costs.chunk), 1)
+    return chunks * costs.prefill_step_s(new / chunks, prefix, 1 / costs.ranks)
+
+
+def _beside_s(work: Work, current: Allocation, costs: EngineCosts) -> float:
+    """What prefills took of late beyond what they should have at the share of full speed at which the instances worked:
+    prefixes that had to be fetched, handovers that waited. 0 where instances are mixed, whose decodes prefills wait for."""
+    if current.mixed or not current.prefill or not work.prefilled_rate:
+        return 0.0
+    new, prefix = max(work.prefilled_new, 1.0), work.prefilled_prefix
+    alone = _alone_s(costs, new, prefix)
+    fastest = min(1.0 / costs.prefill_s(new, prefix), costs.ranks / alone)
+    busy = min(work.prefilled_rate / (current.prefill * fastest), 1.0)
+    return max(work.prefilled_s - alone * (1.0 + CROWDED * busy), 0.0)
 
 
 def _mean(work: Work) -> tuple[float, float]:

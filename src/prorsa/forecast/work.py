@@ -44,4 +44,11 @@ class Work:
     away: float
     """Seconds from the end of the turn to that request, where it comes."""
     token_s: float = 0.0
-    """Seconds between two tokens of a decode, as observed of late; 0 until any was. It corrects what a profile says."""
+    """Seconds between two tokens of a decode, as observed of late; 0 until any was. It corrects what a profile says, and so
+    does the rest: means over the last few hundred prefills."""
+    prefilled_s: float = 0.0
+    """Seconds from the placement of a request to its first token: the fetch of its prefix and the handover are in it."""
+    prefilled_rate: float = 0.0
+    """Prefills a second, of all instances."""
+    prefilled_new: float = 0.0
+    prefilled_prefix: float = 0.0

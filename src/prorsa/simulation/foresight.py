@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prorsa.allocation import Allocation, EngineCosts
+from prorsa.allocation.transition import staying
 from prorsa.simulation.workloads.scripts import Script
 
 Floats = NDArray[np.float64]
@@ -245,7 +246,7 @@ class _Flow:
         flipping = np.where(second, time < self._until + self._tables.flip_s, time < self._tables.flip_s)
         before = np.where(second[:, None], self._first, self._current)
         roles = np.where(second[:, None], self._then, self._first)
-        return np.where(flipping[:, None], np.minimum(before, roles), roles)
+        return np.where(flipping[:, None], staying(before, roles)[0], roles)
 
     def _rates(self, roles: Floats) -> Floats:
         """The part of its stretch that each trajectory does in a second; sets the paces that this comes from."""

@@ -39,6 +39,34 @@ class DecodeSpeed:
         return tokens / seconds if seconds > 0.0 else 0.0
 
 
+class Prefills:
+    """Means over the last prefills."""
+
+    FORGET = 1 / 256
+
+    def __init__(self) -> None:
+        self.seconds = self.new = self.tokens = 0.0
+        """How long one took, its tokens to compute, and all of them."""
+        self._between = self._last = 0.0
+        self._count = 0
+
+    def add(self, time: float, seconds: float, new: int, tokens: int) -> None:
+        """One that ended at `time`."""
+        if self._count:
+            self._between += max(self.FORGET, 1.0 / self._count) * (time - self._last - self._between)
+        self._last = time
+        self._count += 1
+        weight = max(self.FORGET, 1.0 / self._count)
+        self.seconds += weight * (seconds - self.seconds)
+        self.new += weight * (new - self.new)
+        self.tokens += weight * (tokens - self.tokens)
+
+    @property
+    def rate(self) -> float:
+        """A second; 0 where that is not known."""
+        return 1.0 / self._between if self._between > 0.0 else 0.0
+
+
 class Learnt:
     """`observe` is O(1)."""
 
@@ -62,6 +90,7 @@ class Learnt:
         """Of tokens to compute."""
         self.latency = Ema(1 / 64)
         """Seconds that a prefill takes while nothing waits."""
+        self.prefills = Prefills()
         self._joining: dict[str, int] = {}
         """Tokens to compute of the requests in PREFILL."""
         self._ready = 0
@@ -100,6 +129,7 @@ class Learnt:
         self.prefill_time.finished(instance, new, joined, time, float(saturated))
         if not saturated:
             self.latency.add(transition.elapsed)
+        self.prefills.add(time, transition.elapsed, new, transition.tokens)
 
     def _arrived(self, transition: Transition) -> None:
         began = transition.event.time - transition.elapsed

@@ -370,6 +370,7 @@ class Outlook:
     def _work(
         self, sources: Sequence[Coming], queued_new: float, decoding: Decoding, away: tuple[Floats, Floats]
     ) -> Work:
+        prefills = self._learnt.prefills
         queued, number = len(self._queued), len(self._rows[State.DECODE])
         queued_tokens = float(self._snapshot.tokens[self._queued].sum())
         requests, tokens = np.sum([source.volume.sum(axis=(1, 2)) for source in sources], axis=0).tolist()
@@ -399,6 +400,10 @@ class Outlook:
             again=float(again.sum()),
             away=float(again @ seconds / again.sum()) if again.sum() > 0.0 else 0.0,
             token_s=1.0 / speed if speed > 0.0 else 0.0,
+            prefilled_s=prefills.seconds,
+            prefilled_rate=prefills.rate,
+            prefilled_new=prefills.new,
+            prefilled_prefix=prefills.tokens - prefills.new,
         )
 
     # Helpers.
