@@ -98,6 +98,7 @@ async def flips(control: ControlPlane, launcher: EmbeddedLauncher) -> None:
         await control.switcher.apply(target)
         assert control.fleet.in_service == target
     assert [flip.failure for flip in control.flips] == [None] * (1 + 2 + 2 + 2 + 4)
+    assert {flip.cancelled for flip in control.flips if flip.after is Role.MIXED} == {0}
 
 
 async def deaths(control: ControlPlane, launcher: EmbeddedLauncher) -> None:
