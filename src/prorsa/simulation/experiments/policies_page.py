@@ -21,7 +21,7 @@ from prorsa.simulation.experiments.policies import (
     mean_s,
     p99_s,
 )
-from prorsa.simulation.experiments.settings import FULL, IN_FLIGHT, scenario_path, spoken
+from prorsa.simulation.experiments.settings import IN_FLIGHT, QUICK, scenario_path, spoken
 from prorsa.simulation.outcome import RunOutcome
 from prorsa.simulation.scenario import PolicySection, load_scenario
 
@@ -82,12 +82,12 @@ def write(study: Study, directory: Path) -> Path:
 
 
 def _introduction(effort: Effort) -> str:
-    quick = "" if effort.budget == FULL else " --quick"
+    quick = " --quick" if effort.budget == QUICK else ""
     only = "".join(f" '{pattern}'" for pattern in effort.only)
     command = f"prorsa reproduce --policies all{quick}" + (f" --only{only}" if only else "")
     profiles = {load_scenario(scenario_path(one.scenario_name)).hardware.profile for one in effort.settings}
     seeds = ", ".join(f"{TITLES[name]} {effort.seeds[name]}" for name in POLICIES)
-    sync, overlapped = (sorted(set(steps.values())) for steps in (effort.budget.sync_steps, effort.budget.async_steps))
+    overlapped = _joined(sorted(set(effort.budget.async_steps.values())))
     in_flight = " and ".join(f"{batches:g} ({spoken(staleness)})" for staleness, batches in IN_FLIGHT.items())
     return (
         f"Written by `{command}`; every number and verdict comes from its runs. Do not edit.\n\n"
@@ -95,9 +95,9 @@ def _introduction(effort: Effort) -> str:
         f"({', '.join(sorted(profiles))}); there are no GPUs behind these numbers. Router, switcher, forecasts and policies "
         "are the production code.\n\n"
         f"Seeds: {seeds}; a run with a seed has the same trajectories under every policy. Steps of a run: on-policy "
-        f"{_joined(sync)}, else {_joined(overlapped)}, with {in_flight} batches in flight. Load: {effort.budget.load:g} of "
-        f"the scenarios' on-policy and {effort.budget.load * effort.async_load:g} else, and {_joined(effort.loads)} times "
-        "that below.\n\n"
+        f"{_by_task(effort.budget.sync_steps)}, else {overlapped}, with {in_flight} batches in flight. Load: "
+        f"{effort.budget.load:g} of the scenarios' on-policy and {effort.budget.load * effort.async_load:g} else, and "
+        f"{_joined(effort.loads)} times that below.\n\n"
         "*Best cadence* is colocation with the best of SGLang's default (0) and cadences of "
         f"{_joined(effort.budget.cadences)}, sought on-policy; *best split* the best static one, chosen afterwards among all "
         "eighths of the instances around the best. The other policies start in that split, as if a step before had left them "
@@ -106,6 +106,13 @@ def _introduction(effort: Effort) -> str:
         f"A baseline that is more than {100 * CLOSE:g} % slower than the other runs with the first seed only, and a split "
         f"with several where it is within {100 * SECOND:g} % of the best."
     )
+
+
+def _by_task(steps: Mapping[str, int]) -> str:
+    """The usual number, and those of the tasks that have another."""
+    usual = min(steps.values())
+    others = [f"{number} ({task})" for task, number in steps.items() if number != usual]
+    return " and ".join([str(usual), *others])
 
 
 def _joined(values: Sequence[float]) -> str:
@@ -163,7 +170,10 @@ _RATIOS = (
     "Step time of the one over that of the other, seed by seed: geometric mean and its 95 % interval (Student's t of the "
     "logarithms). Above 1 the named one is faster. *Hindsight* is the best of all policies, run by run."
 )
-_TRAJECTORIES = "Mean and 99th percentile of the time from sampling to reward, seconds, and role switches in a run."
+_TRAJECTORIES = (
+    "Mean and 99th percentile of the time from sampling to reward, seconds, and role switches in a run, those in place "
+    "included."
+)
 _BOUNDS = (
     "The least time that an on-policy step can take follows from the scripts and the profile (`prorsa.simulation.bounds`): "
     "the longest trajectory alone on the cluster, or all work at the best efficiency. Share of a step's time that this is. "
