@@ -10,6 +10,7 @@ from story import Story, trajectory
 from synthetic_rollout import INSTANCES, SyntheticRollout
 
 from prorsa.forecast import ReplaceOnReward, SurvivalForecaster, WindowMeter, wape
+from prorsa.forecast.survival.learnt import Prefills
 from prorsa.forecast.work import AHEAD, SLICES
 from prorsa.lifecycle.states import State
 
@@ -94,6 +95,23 @@ def test_two_trajectories_by_hand():
     assert work.away == pytest.approx(4.0, rel=0.15)
     assert work.turn_new == pytest.approx(51, rel=0.1)
     assert work.token_s == pytest.approx(0.01, rel=0.05)
+    # Half of the prefills are first prompts of 100 tokens, half have 350, of which 51 have to be computed.
+    assert work.prefilled_s == pytest.approx(0.05)
+    assert work.prefilled_new == pytest.approx((100 + 51) / 2, rel=0.1)
+    assert work.prefilled_new + work.prefilled_prefix == pytest.approx((100 + 350) / 2, rel=0.1)
+
+
+def test_means_over_the_last_prefills():
+    prefills = Prefills()
+    assert prefills.rate == 0.0
+    for time, seconds, new, tokens in ((10.0, 1.0, 10, 100), (12.0, 2.0, 20, 200), (16.0, 6.0, 60, 300)):
+        prefills.add(time, seconds, new, tokens)
+    # Two in the 6 s after the first one.
+    assert prefills.rate == pytest.approx(2 / 6)
+    assert (prefills.seconds, prefills.new, prefills.tokens) == pytest.approx((3.0, 30.0, 200.0))
+    for number in range(2000):
+        prefills.add(16.0 + 0.1 * (number + 1), 0.5, 5, 50)
+    assert (1 / prefills.rate, prefills.seconds, prefills.new) == pytest.approx((0.1, 0.5, 5.0), rel=0.02)
 
 
 def test_a_lost_cache_is_computed_anew():
