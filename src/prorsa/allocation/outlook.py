@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil, expm1, inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,8 @@ LONGEST = 10.0
 """So many times as long as the flow does the yield of decodes at its end go on at most, where turns do."""
 CORRECTED = 2.0
 """At most by this factor does what is observed correct the profile."""
+NEXT_TO_NOTHING = 1e-100
+"""The least by which is divided what is then 0 as well."""
 BATCHES = np.concatenate(([0.0], np.geomspace(1.0, 4096.0, 37)))
 """Decodes of an instance at which the costs are asked; between them they are interpolated."""
 
@@ -70,7 +72,39 @@ def yields(
     return _Flow(work, current, candidates, costs, bounds).run()
 
 
+@dataclass(frozen=True, slots=True)
+class _Roles:
+    """What follows from the instances that are at work in each role, which changes once, when flips are done.
+
+    [n] for n candidates, or [2, n]: of decode instances, which only decode ("split"), and of mixed ones.
+    """
+
+    mixed: Floats
+    """Instances."""
+    batches: Floats
+    """Instances among which decodes are: split, mixed, and those that were there before; [3, n]."""
+    shares: Floats
+    """Of all decodes, where they are evened out."""
+    room: Floats
+    """Decodes that fit into the KV cache."""
+    by_split: Floats
+    """Prefills in a step of the flow at full speed."""
+    by_ranks: Floats
+    """Prefills in a step of the flow, split and mixed, where each rank does one after the other."""
+    slots: Floats
+    """Requests that may be there for prefill at once."""
+    dt: Floats
+    """Seconds of a step of the flow in which there is decoding, [3, n] as `batches`; 0 without instances."""
+
+
 class _Flow:
+    """The flow for n candidates side by side. Decodes are [kind, place, n]: STAYED, RESUMED, FRESH; on split instances, on
+    mixed ones.
+
+    The arrays are small, so that a step of the flow costs what its calls to numpy cost: what stays the same from step to step
+    is computed before (`_Roles`).
+    """
+
     def __init__(
         self, work: Work, current: Allocation, candidates: Sequence[Allocation], costs: EngineCosts, bounds: Bounds
     ) -> None:
@@ -79,6 +113,7 @@ class _Flow:
         self._flip_s = costs.flip_s
         self._current = np.array([current.prefill, current.decode, current.mixed], dtype=np.float64)
         self._target = np.array([[c.prefill, c.decode, c.mixed] for c in candidates], dtype=np.float64)
+        self._any_mixed = bool(current.mixed) or any(c.mixed for c in candidates)
         new, prefix = _mean(work)
         self._prefill_s = costs.prefill_s(new, prefix)
         chunks = max(ceil(new / costs.chunk), 1)
@@ -93,7 +128,6 @@ class _Flow:
         context = max(context, 1.0)
         self._step_s = np.array([costs.decode_step_s(batch, context) for batch in BATCHES])
         self._ranks = costs.ranks
-        self._mean_step_s = np.zeros(len(candidates))
         self._every = max(bounds.prefill_every, 1)
         self._even_out = bounds.even_out
         self._slots = bounds.prefill_slots
@@ -101,134 +135,181 @@ class _Flow:
         # Where turns outlast the flow, so does what they yield at its end.
         self._outlasts = min(max(work.decoding_left * work.token_s / work.ahead - 1.0, 0.0), LONGEST)
         decoding = max(work.decoding / max(current.decode + current.mixed, 1), 1.0)
-        expected = self._step(np.array([decoding]))[0]
+        expected = float(self._step(np.array([decoding]))[0])
         if work.token_s and work.decoding and not current.mixed:
             # What is observed corrects the profile. Where instances are mixed, it has their prefills in it.
             self._step_s *= min(max(work.token_s / expected, 1.0 / CORRECTED), CORRECTED)
         self._token_s = expected / decoding
+        self._begin()
+
+    def _begin(self) -> None:
+        """The state before the first step."""
+        work, rows = self._work, len(self._target)
+        self._working_on, self._holding = staying(self._current, self._target)
+        able = self._current[1] + self._current[2]
+        self._decoders = np.maximum(self._target[:, 1] + self._target[:, 2], 1.0)
+        kept = self._holding / able if able else np.zeros(rows)
+        self._decodes = np.zeros((3, 2, rows))
+        self._decodes[STAYED] = kept * work.decoding * self._target[:, 1:].T / self._decoders
+        # What instances that leave have in decode is cancelled: it has to be prefilled again before it gets any further.
+        self._redone = (1.0 - kept) * work.decoding
+        # Those wait, to become RESUMED, and others, to become FRESH.
+        self._queue = np.array([self._redone, np.full(rows, work.queued)])
+        # Turns that have ended and whose next request has yet to come, if it does.
+        self._away = np.zeros(rows)
+        # What has been done so far: prefills, and tokens of each decode.
+        self._prefilled, self._decoded = np.zeros(rows), np.zeros((3, 2, rows))
+        self._mean_step_s = np.zeros(rows)
 
     def run(self) -> Floats:
-        work, dt, prefill_s = self._work, self._dt, self._prefill_s
-        rows = len(self._target)
-        working_on, holding = staying(self._current, self._target)
-        able = self._current[1] + self._current[2]
-        decoders = np.maximum(self._target[:, 1] + self._target[:, 2], 1.0)
-        kept = holding / able if able else np.zeros(rows)
-        decodes = np.zeros((3, 2, rows))
-        decodes[STAYED] = kept * work.decoding * self._target[:, 1:].T / decoders
-        # What instances that leave have in decode is cancelled: it has to be prefilled again before it gets any further.
-        resumed = (1.0 - kept) * work.decoding
-        queued = work.queued + resumed
-        useful = -prefill_s * resumed
-        away, at_the_end = np.zeros(rows), np.zeros(rows)
-        left, output = max(work.decoding_left, 1.0), max(work.turn_output, 1.0)
-        length = np.array([left, left, output])[:, None, None]
-        back = -np.expm1(-dt / max(work.away, 1e-3))
-        slices = len(work.returns)
-        flips = min(ceil(self._flip_s / dt), STEPS)
+        left, output = max(self._work.decoding_left, 1.0), max(self._work.turn_output, 1.0)
+        # How many decodes more there are for each token of one; `expm1` has it negative.
+        per_token = np.array([-1.0 / left, -1.0 / left, -1.0 / output])[:, None, None]
+        flips = min(ceil(self._flip_s / self._dt), STEPS)
+        roles = self._roles(self._working_on)
         for step in range(STEPS):
-            working = working_on.T if step < flips else self._target.T
-            prefill, decode, mixed = working
-            if step == flips and self._even_out:
-                stay = np.minimum(holding / decoders, 1.0)
-                moving = (1.0 - stay) * decodes[STAYED].sum(axis=0)
-                decodes[STAYED] *= stay
-                queued += moving
-                resumed += moving
-                useful -= prefill_s * moving
-            returning = back * away
-            away -= returning
-            queued += returning + work.returns[step * slices // STEPS] * slices / STEPS
+            if step == flips:
+                roles = self._roles(self._target)
+                if self._even_out:
+                    self._move()
+            if step == STEPS - END:
+                decoded_before = self._decoded.copy()
+            self._come(step)
             if self._even_out:
                 # Split and mixed instances even out, too.
-                decodes = decodes.sum(axis=1, keepdims=True) * (working[1:] / np.maximum(decode + mixed, 1.0))
-            split, both = decodes.sum(axis=0)
-            # Prefill: no more than waits, than fits into the decodes' KV cache, and than the instances can do.
-            room = np.maximum(decode * self._room - split, 0.0)
-            by_split = np.where(decode > 0, np.minimum(prefill * dt / prefill_s, room), 0.0)
-            # Of a mixed instance, without the prompts between.
-            decode_s = self._step(both / np.maximum(mixed, 1.0))
-            between_s = (self._every - 1) * decode_s * (both > 0)
-            by_mixed = np.minimum(
-                self._fastest(decode_s, between_s) * mixed * dt, np.maximum(mixed * self._room - both, 0.0)
-            )
-            able_to = by_split + by_mixed
-            alone = self._latency(between_s, by_mixed, able_to)
-            started = np.minimum(able_to * self._busy(queued, prefill + mixed, able_to / dt, alone), queued)
-            to_mixed = np.divide(started * by_mixed, able_to, out=np.zeros(rows), where=able_to > 0)
-            placed = np.array([started - to_mixed, to_mixed])
-            old = np.divide(resumed, queued, out=np.zeros(rows), where=queued > 0)
-            queued -= started
-            resumed -= old * started
-            # Decode: tokens of each request in this step of the flow.
-            tokens = np.empty_like(decodes)
-            tokens[:, 0] = np.where(decode > 0, dt / self._step(split / np.maximum(decode, 1.0)), 0.0)
-            tokens[:, 1] = self._tokens(decode_s, mixed, to_mixed)
-            # Those that were there before others could decode are as many on each instance as they were.
-            crowded = dt / self._step(decodes[STAYED].sum(axis=0) / np.maximum(holding, 1.0))
-            tokens[STAYED] = np.minimum(tokens[STAYED], crowded)
-            ended = decodes * -np.expm1(-tokens / length)
-            decoded = self._token_s * (tokens * decodes).sum(axis=(0, 1))
-            useful += prefill_s * started + decoded
-            at_the_end += decoded * (step >= STEPS - END)
-            decodes -= ended
-            decodes[RESUMED] += old * placed
-            decodes[FRESH] += (1.0 - old) * placed
-            away += work.again * ended.sum(axis=(0, 1))
-        useful -= FLIP_COST * self._flip_s * (self._target - working_on).sum(axis=1)
+                np.multiply((self._decodes[:, 0] + self._decodes[:, 1])[:, None], roles.shares, out=self._decodes)
+            split, both = there = self._decodes[STAYED] + self._decodes[RESUMED] + self._decodes[FRESH]
+            stayed = self._decodes[STAYED, 0] + self._decodes[STAYED, 1]
+            step_s = self._step(np.array([split, both, stayed]) / roles.batches)
+            placed = self._prefill(roles, there, step_s[1])
+            tokens = self._tokens(roles, step_s, placed)
+            self._decoded += tokens * self._decodes
+            ended = self._decodes * np.expm1(tokens * per_token)
+            self._decodes += ended
+            self._away -= ended.sum(axis=(0, 1))
+            self._decodes[RESUMED:] += placed
+        at_the_end = self._token_s * (self._decoded - decoded_before).sum(axis=(0, 1))
+        useful = self._prefill_s * (self._prefilled - self._redone) + self._token_s * self._decoded.sum(axis=(0, 1))
+        useful -= FLIP_COST * self._flip_s * (self._target - self._working_on).sum(axis=1)
         found: Floats = (useful + self._outlasts * at_the_end * STEPS / END) / (1.0 + self._outlasts)
         return found
+
+    def _roles(self, instances: Floats) -> _Roles:
+        """While so many `instances` are at work, [n, 3]."""
+        prefill, decode, mixed = instances.T
+        decoders, prefillers = np.array([decode, mixed]), prefill + mixed
+        return _Roles(
+            mixed=mixed,
+            batches=np.maximum([decode, mixed, self._holding], 1.0),
+            shares=decoders / np.maximum(decode + mixed, 1.0),
+            room=decoders * self._room,
+            by_split=prefill * (self._dt / self._prefill_s),
+            by_ranks=prefillers * (self._ranks * self._dt / self._alone_s),
+            slots=self._slots * np.maximum(prefillers, 1.0),
+            dt=np.where([decode > 0, mixed > 0, mixed >= 0], self._dt, 0.0),
+        )
+
+    def _move(self) -> None:
+        """Decodes move to the instances that have become able to decode, by way of another prefill."""
+        stay = np.minimum(self._holding / self._decoders, 1.0)
+        moving = (1.0 - stay) * self._decodes[STAYED].sum(axis=0)
+        self._decodes[STAYED] *= stay
+        self._queue[0] += moving
+        self._redone += moving
+
+    def _come(self, step: int) -> None:
+        """Requests come: the next ones of turns that have ended, and those of trajectories elsewhere."""
+        work = self._work
+        slices = len(work.returns)
+        back = -expm1(-self._dt / max(work.away, 1e-3))
+        self._queue[1] += self._away * (back * work.again)
+        self._queue[1] += work.returns[step * slices // STEPS] * slices / STEPS
+        self._away *= 1.0 - back
 
     def _step(self, decodes: Floats) -> Floats:
         """Seconds of a step of an instance with so many decodes."""
         seconds: Floats = np.interp(decodes, BATCHES, self._step_s)
         return seconds
 
-    def _latency(self, between_s: Floats, by_mixed: Floats, able_to: Floats) -> Floats:
-        """Seconds of a prefill alone; on a mixed instance each chunk also waits for its turn in the cadence, `between_s`."""
-        waits = (self._chunks - 0.5) * between_s
-        share = np.divide(by_mixed, able_to, out=np.zeros(len(able_to)), where=able_to > 0)
-        latency: Floats = self._alone_s + share * waits
-        return latency
+    def _prefill(self, roles: _Roles, there: Floats, decode_s: Floats) -> Floats:
+        """Takes from the queue what is prefilled in this step of the flow: [kind, place, n], kinds RESUMED and FRESH.
 
-    def _busy(self, queued: Floats, instances: Floats, rate: Floats, alone: Floats) -> Floats:
-        """The share of their fastest `rate`, prefills a second, at which instances work with so many requests there.
-
-        A rank does the prompts of its queue one after the other, unless full chunks are quicker. At the share u of that a
-        request takes 1 + CROWDED u times what it takes `alone`, and what it takes beside that; as many are there as come in
-        that time (Little): solved for u. No more are there than the instances have slots.
+        It is no more than waits, than fits into the KV cache beside the decodes that are `there`, and than the instances can
+        do. `decode_s` are the seconds of a mixed instance's step without prompts.
         """
-        speed = np.minimum(rate, instances * self._ranks / self._alone_s)
-        there = np.minimum(queued, self._slots * np.maximum(instances, 1.0))
-        there = np.divide(there, speed * alone, out=np.zeros(len(queued)), where=speed > 0)
-        least = 1.0 + self._beside_s / alone
-        busy = np.minimum((np.sqrt(least**2 + 4.0 * CROWDED * there) - least) / (2.0 * CROWDED), 1.0)
-        share: Floats = np.divide(busy * speed, rate, out=np.zeros(len(queued)), where=rate > 0)
-        return share
+        # Of a mixed instance, without the prompts between.
+        between_s = (self._every - 1) * decode_s * (there[1] > 0) if self._every > 1 else 0.0
+        by_mixed = self._fastest(decode_s, between_s) * roles.mixed if self._any_mixed else roles.mixed
+        able_to = np.minimum([roles.by_split, by_mixed], np.maximum(roles.room - there, 0.0))
+        fastest = able_to[0] + able_to[1]
+        places = able_to / np.maximum(fastest, NEXT_TO_NOTHING)
+        # Each chunk on a mixed instance also waits for its turn in the cadence.
+        waits = places[1] * ((self._chunks - 0.5) * between_s) if self._every > 1 else 0.0
+        fastest = np.minimum(fastest, roles.by_ranks)
+        queued = self._queue[0] + self._queue[1]
+        waiting = np.minimum(queued, roles.slots) / np.maximum(fastest, NEXT_TO_NOTHING)
+        started = np.minimum(self._busy(waiting, self._alone_s + waits) * fastest, queued)
+        self._prefilled += started
+        taken = self._queue * (started / np.maximum(queued, NEXT_TO_NOTHING))
+        self._queue -= taken
+        placed: Floats = taken[:, None] * places
+        return placed
 
-    def _fastest(self, decode_s: Floats, between_s: Floats) -> Floats:
-        """Prefills a second of a mixed instance: each rank a full chunk whenever a step may prefill."""
-        cycle = between_s + np.maximum(self._long_s[1], decode_s)
-        fastest: Floats = self._ranks * self._chunk / (self._new * cycle)
+    def _fastest(self, decode_s: Floats, between_s: Floats | float) -> Floats:
+        """Prefills of a mixed instance in a step of the flow: each rank a full chunk whenever a step may prefill."""
+        cycle = between_s + np.maximum(decode_s, self._long_s[1])
+        fastest: Floats = (self._dt * self._ranks * self._chunk / self._new) / cycle
         return fastest
 
-    def _tokens(self, decode_s: Floats, mixed: Floats, prefills: Floats) -> Floats:
-        """Tokens of each decode of mixed instances in this step of the flow, in which they do `prefills`."""
-        rate = prefills / (np.maximum(mixed, 1.0) * self._dt * self._ranks)
+    def _busy(self, queued: Floats, alone_s: Floats | float) -> Floats:
+        """The share of their fastest at which instances work with so many requests there, `queued`, for each that they could
+        prefill in a step of the flow.
+
+        A rank does the prompts of its queue one after the other, unless full chunks are quicker. At the share u of that a
+        request takes 1 + CROWDED u times what it takes alone, `alone_s`, and what it takes beside that; as many are there as
+        come in that time (Little): u (1 + beside_s / alone_s + CROWDED u) = queued dt / alone_s, solved for u.
+        """
+        half = (1.0 + self._beside_s / alone_s) / (2.0 * CROWDED)
+        busy: Floats = np.minimum(np.sqrt(queued * (self._dt / (CROWDED * alone_s)) + half * half) - half, 1.0)
+        return busy
+
+    def _tokens(self, roles: _Roles, step_s: Floats, placed: Floats) -> Floats:
+        """Tokens of each decode in this step of the flow, [kind, place, n], while prefills are `placed`.
+
+        `step_s` are the seconds of steps without prompts: of split and mixed instances, and of those that had decodes before.
+        """
+        if self._any_mixed:
+            step_s[1], free = self._with_prompts(step_s[1], (placed[0, 1] + placed[1, 1]) / roles.batches[1])
+        progress = roles.dt / step_s
+        if self._any_mixed:
+            # A decode loses its token where its own rank prefills.
+            progress[1] *= free
+        tokens = np.empty_like(self._decodes)
+        # Those that were there before others could decode are as many on each instance as they were.
+        np.minimum(progress[:2], progress[2], out=tokens[STAYED])
+        tokens[RESUMED:] = progress[:2]
+        return tokens
+
+    def _with_prompts(self, decode_s: Floats, prefills: Floats) -> tuple[Floats, Floats]:
+        """Of a mixed instance that does so many `prefills` in this step of the flow: the mean seconds of its steps, and the
+        part of them in which a rank has no prompt."""
+        # Negative, as `expm1` has it: minus the prompts for each second of a step that wait at a rank when one may prefill.
+        rate = np.minimum(prefills * (-self._every / (self._dt * self._ranks)), -NEXT_TO_NOTHING)
+        # A step with prompts, of which a rank has between the least and a full chunk, takes so much longer than one without.
+        least, full = self._long_s
+        slope = (full - least) / (self._chunk - self._least) if self._chunk > self._least else 0.0
+        longer_s = (least - slope * self._least) - decode_s
         # The length of a step and what waits when one may prefill depend on each other; from one step of the flow to the
         # next they change little.
         mean = np.maximum(self._mean_step_s, decode_s)
         for _ in range(3):
-            waiting = rate * mean * self._every
-            full = waiting * self._new / self._chunk
-            chance = np.minimum(np.maximum(-np.expm1(-np.maximum(waiting, full)), full), 1.0)
-            tokens = np.divide(waiting * self._new, chance, out=np.full(len(chance), self._least), where=chance > 0)
-            long_s = np.maximum(np.interp(tokens, (self._least, self._chunk), self._long_s), decode_s)
-            share = (1.0 - (1.0 - chance) ** self._ranks) / self._every
-            mean = decode_s + share * (long_s - decode_s)
+            waiting = rate * mean
+            chance = np.minimum(np.expm1(waiting), waiting * (self._new / self._chunk))
+            extra_s = np.maximum(waiting / chance * (slope * self._new) + longer_s, 0.0)
+            free = np.maximum(chance + 1.0, 0.0)
+            mean = decode_s + (1.0 - free**self._ranks) * (extra_s / self._every)
         self._mean_step_s = mean
-        lost = chance / self._every
-        return np.where(mixed > 0, self._dt / mean * (1.0 - lost), 0.0)
+        return mean, 1.0 - (1.0 - free) / self._every
 
 
 def _alone_s(costs: EngineCosts, new: float, prefix: float) -> float:
