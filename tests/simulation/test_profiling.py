@@ -34,7 +34,16 @@ from prorsa.engines.sglang import SGLangEngine
 from prorsa.profiles.costs import StepCosts
 from prorsa.profiles.profile import load_profile
 from prorsa.simulation import clock
-from prorsa.simulation.measure import Facts, Limits, Measured, kv_bytes_of, measure, write_profile
+from prorsa.simulation.measure import (
+    Facts,
+    Limits,
+    Measured,
+    _pace,
+    _Served,
+    kv_bytes_of,
+    measure,
+    write_profile,
+)
 
 PAGE = 16
 LIMITS = Limits(max_context=768, chunk=256, max_running=8, rounds=2)
@@ -372,6 +381,14 @@ def test_limits_that_the_engine_does_not_have() -> None:
         measured(Role.MIXED, slots=2)
     with pytest.raises(EngineError, match="768 tokens of context, 200 of KV cache; to measure it takes 256"):
         measured(Role.MIXED, kv_tokens=200)
+
+
+def test_requests_that_were_held_up_are_no_measure_of_a_step() -> None:
+    first, later = (_Served(at, at, [(at + 0.1 * n, 1) for n in range(4)], 0) for at in (0.0, 0.2))
+    # When the later one has its second token, at 0.3 s, the first one is through.
+    with pytest.raises(EngineError, match=r"did not decode together.*no other work"):
+        _ = _pace([first, later]).step_s
+    assert _pace([first, first]).step_s == pytest.approx(0.1)
 
 
 def test_an_engine_in_use_is_left_alone() -> None:

@@ -58,6 +58,7 @@ RELOADS = 3
 FLIPS = 3
 LEAST_GROWTH = 1e-12
 """Seconds a token: less means that the time did not grow at all."""
+HELD_UP = "something else held the engines up; measure them again while their machine has no other work"
 SETTLE_S = 0.3
 """How long a KV store gets to take what was written."""
 
@@ -438,6 +439,9 @@ class _Pace:
 
     @property
     def step_s(self) -> float:
+        """Raises `EngineError` where they hardly decoded together."""
+        if self.steps <= 0:
+            raise EngineError(f"requests that were sent together did not decode together: {HELD_UP}")
         return (self.end - self.begin) / self.steps
 
 
@@ -546,7 +550,7 @@ def _steps_of(first_token: dict[Point, float], request_s: float, moving: float) 
     if min(times.values()) <= 0:
         raise EngineError(
             f"the engines took {1000 * min(first_token.values()):.1f} ms to a first token, {1000 * request_s:.1f} ms of it "
-            "on the way: something else held them up; measure them again while their machine has no other work"
+            f"on the way: {HELD_UP}"
         )
     return times
 
