@@ -161,8 +161,8 @@ class Engine(Protocol):
     async def info(self) -> EngineInfo: ...
 
     async def switch_role(self, role: Role) -> None:
-        """Become `role`, weights resident. Raises `EngineBusy` when not idle, `EngineError` when the flip failed or the role
-        is none of `roles`."""
+        """Become `role`, weights resident. Raises `EngineBusy` when not idle, unless the role changes `in_place`, and
+        `EngineError` when the flip failed or the role is none of `roles`."""
         ...
 
     async def update_weights(self, path: str, version: int) -> None:
