@@ -47,6 +47,8 @@ CORRECTED = 2.0
 """At most by this factor does what is observed correct the profile."""
 NEXT_TO_NOTHING = 1e-100
 """The least by which is divided what is then 0 as well."""
+ZERO, ONE, DIVISOR, MINUS_DIVISOR = (np.array(value) for value in (0.0, 1.0, NEXT_TO_NOTHING, -NEXT_TO_NOTHING))
+"""Beside a small array, numpy takes another array in half the time of a float."""
 BATCHES = np.concatenate(([0.0], np.geomspace(1.0, 4096.0, 37)))
 """Decodes of an instance at which the costs are asked; between them they are interpolated."""
 
@@ -79,8 +81,6 @@ class _Roles:
     [n] for n candidates, or [2, n]: of decode instances, which only decode ("split"), and of mixed ones.
     """
 
-    mixed: Floats
-    """Instances."""
     batches: Floats
     """Instances among which decodes are: split, mixed, and those that were there before; [3, n]."""
     shares: Floats
@@ -89,12 +89,54 @@ class _Roles:
     """Decodes that fit into the KV cache."""
     by_split: Floats
     """Prefills in a step of the flow at full speed."""
+    by_mixed: Floats
+    """The same, times the seconds from one step of a mixed instance that may prefill to the next."""
     by_ranks: Floats
     """Prefills in a step of the flow, split and mixed, where each rank does one after the other."""
     slots: Floats
     """Requests that may be there for prefill at once."""
+    prompts: Floats
+    """For each prefill of the mixed instances in a step of the flow, the prompts a rank gets in a second."""
     dt: Floats
     """Seconds of a step of the flow in which there is decoding, [3, n] as `batches`; 0 without instances."""
+
+
+class _Mixed:
+    """Steps of mixed instances while they prefill."""
+
+    def __init__(self, costs: EngineCosts, new: float, prefix: float, every: int) -> None:
+        chunks = max(ceil(new / costs.chunk), 1)
+        least, most = new / chunks, max(float(costs.chunk), new / chunks)
+        # A step in which a rank has between the least and the most tokens of prompts.
+        least_s, self.long_s = (costs.prefill_step_s(tokens, prefix, 0.5) for tokens in (least, most))
+        slope = (self.long_s - least_s) / (most - least) if most > least else 0.0
+        self.prompts = most / new
+        """Prompts in the longest step, of each rank."""
+        self._full = np.array(new / most)
+        self._fixed_s = np.array(least_s - slope * least)
+        self._slope = np.array(slope * new / every)
+        self._minus_every, self._share = np.array(-float(every)), np.array(1.0 / every)
+        self._ranks = np.array(float(costs.ranks))
+        self._mean_s = ZERO
+
+    def with_prompts(self, decode_s: Floats, rate: Floats) -> tuple[Floats, Floats]:
+        """The mean seconds of a step, and the part of the steps in which a rank has no prompt, where `rate` prompts come to a
+        rank in a second; `decode_s` are the seconds of a step without prompts."""
+        # Negative, as `expm1` has it, are the prompts that wait at a rank when a step may prefill, and the chance of any.
+        rate = np.minimum(rate * self._minus_every, MINUS_DIVISOR)
+        longer_s = (self._fixed_s - decode_s) * self._share
+        # The length of a step and what waits when one may prefill depend on each other; from one step of the flow to the
+        # next they change little.
+        mean = np.maximum(self._mean_s, decode_s)
+        for _ in range(3):
+            waiting = rate * mean
+            chance = np.minimum(np.expm1(waiting), waiting * self._full)
+            # What prompts make a step longer, on average over those that may prefill and those that may not.
+            extra_s = np.maximum(waiting / chance * self._slope + longer_s, ZERO)
+            free = np.maximum(chance + ONE, ZERO)
+            mean = decode_s + (ONE - free**self._ranks) * extra_s
+        self._mean_s = mean
+        return mean, ONE - (ONE - free) * self._share
 
 
 class _Flow:
@@ -112,23 +154,24 @@ class _Flow:
         self._dt = work.ahead / STEPS
         self._flip_s = costs.flip_s
         self._current = np.array([current.prefill, current.decode, current.mixed], dtype=np.float64)
-        self._target = np.array([[c.prefill, c.decode, c.mixed] for c in candidates], dtype=np.float64)
-        self._any_mixed = bool(current.mixed) or any(c.mixed for c in candidates)
+        self._target = np.array([(c.prefill, c.decode, c.mixed) for c in candidates], dtype=np.float64)
+        self._any_mixed = bool(current.mixed or self._target[:, 2].any())
         new, prefix = _mean(work)
         self._prefill_s = costs.prefill_s(new, prefix)
-        chunks = max(ceil(new / costs.chunk), 1)
+        self._chunks = max(ceil(new / costs.chunk), 1)
         self._alone_s = _alone_s(costs, new, prefix)
         self._beside_s = _beside_s(work, current, costs)
-        self._new = new
-        self._chunks = chunks
-        self._chunk = max(float(costs.chunk), new / chunks)
-        self._least = new / chunks
-        self._long_s = [costs.prefill_step_s(tokens, prefix, 0.5) for tokens in (self._least, self._chunk)]
         context = work.decoding_context if work.decoding else work.turn_prefix + work.turn_new
         context = max(context, 1.0)
         self._step_s = np.array([costs.decode_step_s(batch, context) for batch in BATCHES])
         self._ranks = costs.ranks
+        # Of the turns that have ended: in a step of the flow this part comes back or never does, and that one comes back.
+        back = -expm1(-self._dt / max(work.away, 1e-3))
+        self._still_away, self._again = np.array(1.0 - back), np.array(back * work.again)
+        # Requests that come in a step of the flow from elsewhere.
+        self._returns = [np.array(requests * len(work.returns) / STEPS) for requests in work.returns]
         self._every = max(bounds.prefill_every, 1)
+        self._mixed = _Mixed(costs, new, prefix, self._every)
         self._even_out = bounds.even_out
         self._slots = bounds.prefill_slots
         self._room = max(bounds.kv_tokens / context, 1.0)
@@ -159,12 +202,17 @@ class _Flow:
         self._away = np.zeros(rows)
         # What has been done so far: prefills, and tokens of each decode.
         self._prefilled, self._decoded = np.zeros(rows), np.zeros((3, 2, rows))
-        self._mean_step_s = np.zeros(rows)
 
     def run(self) -> Floats:
         left, output = max(self._work.decoding_left, 1.0), max(self._work.turn_output, 1.0)
         # How many decodes more there are for each token of one; `expm1` has it negative.
-        per_token = np.array([-1.0 / left, -1.0 / left, -1.0 / output])[:, None, None]
+        per_token = np.empty_like(self._decodes)
+        per_token[[STAYED, RESUMED]], per_token[FRESH] = -1.0 / left, -1.0 / output
+        stayed, resumed, fresh = self._decodes
+        resumed_and_fresh = self._decodes[RESUMED:]
+        # Decodes on split and on mixed instances, and of those that stayed on either.
+        there = np.empty((3, len(self._target)))
+        on_each, on_either = there[:2], there[2]
         flips = min(ceil(self._flip_s / self._dt), STEPS)
         roles = self._roles(self._working_on)
         for step in range(STEPS):
@@ -178,16 +226,18 @@ class _Flow:
             if self._even_out:
                 # Split and mixed instances even out, too.
                 np.multiply((self._decodes[:, 0] + self._decodes[:, 1])[:, None], roles.shares, out=self._decodes)
-            split, both = there = self._decodes[STAYED] + self._decodes[RESUMED] + self._decodes[FRESH]
-            stayed = self._decodes[STAYED, 0] + self._decodes[STAYED, 1]
-            step_s = self._step(np.array([split, both, stayed]) / roles.batches)
-            placed = self._prefill(roles, there, step_s[1])
+            np.add(stayed, resumed, out=on_each)
+            on_each += fresh
+            np.add(stayed[0], stayed[1], out=on_either)
+            step_s = self._step(there / roles.batches)
+            placed = self._prefill(roles, on_each, step_s[1])
             tokens = self._tokens(roles, step_s, placed)
             self._decoded += tokens * self._decodes
-            ended = self._decodes * np.expm1(tokens * per_token)
+            tokens *= per_token
+            ended = self._decodes * np.expm1(tokens)
             self._decodes += ended
             self._away -= ended.sum(axis=(0, 1))
-            self._decodes[RESUMED:] += placed
+            resumed_and_fresh += placed
         at_the_end = self._token_s * (self._decoded - decoded_before).sum(axis=(0, 1))
         useful = self._prefill_s * (self._prefilled - self._redone) + self._token_s * self._decoded.sum(axis=(0, 1))
         useful -= FLIP_COST * self._flip_s * (self._target - self._working_on).sum(axis=1)
@@ -199,13 +249,14 @@ class _Flow:
         prefill, decode, mixed = instances.T
         decoders, prefillers = np.array([decode, mixed]), prefill + mixed
         return _Roles(
-            mixed=mixed,
             batches=np.maximum([decode, mixed, self._holding], 1.0),
             shares=decoders / np.maximum(decode + mixed, 1.0),
             room=decoders * self._room,
             by_split=prefill * (self._dt / self._prefill_s),
+            by_mixed=mixed * (self._dt * self._ranks * self._mixed.prompts),
             by_ranks=prefillers * (self._ranks * self._dt / self._alone_s),
             slots=self._slots * np.maximum(prefillers, 1.0),
+            prompts=1.0 / (np.maximum(mixed, 1.0) * (self._dt * self._ranks)),
             dt=np.where([decode > 0, mixed > 0, mixed >= 0], self._dt, 0.0),
         )
 
@@ -219,12 +270,10 @@ class _Flow:
 
     def _come(self, step: int) -> None:
         """Requests come: the next ones of turns that have ended, and those of trajectories elsewhere."""
-        work = self._work
-        slices = len(work.returns)
-        back = -expm1(-self._dt / max(work.away, 1e-3))
-        self._queue[1] += self._away * (back * work.again)
-        self._queue[1] += work.returns[step * slices // STEPS] * slices / STEPS
-        self._away *= 1.0 - back
+        fresh = self._queue[1]
+        fresh += self._away * self._again
+        fresh += self._returns[step * len(self._returns) // STEPS]
+        self._away *= self._still_away
 
     def _step(self, decodes: Floats) -> Floats:
         """Seconds of a step of an instance with so many decodes."""
@@ -237,40 +286,38 @@ class _Flow:
         It is no more than waits, than fits into the KV cache beside the decodes that are `there`, and than the instances can
         do. `decode_s` are the seconds of a mixed instance's step without prompts.
         """
-        # Of a mixed instance, without the prompts between.
-        between_s = (self._every - 1) * decode_s * (there[1] > 0) if self._every > 1 else 0.0
-        by_mixed = self._fastest(decode_s, between_s) * roles.mixed if self._any_mixed else roles.mixed
-        able_to = np.minimum([roles.by_split, by_mixed], np.maximum(roles.room - there, 0.0))
-        fastest = able_to[0] + able_to[1]
-        places = able_to / np.maximum(fastest, NEXT_TO_NOTHING)
+        between_s = (self._every - 1) * decode_s * (there[1] > 0) if self._every > 1 else ZERO
+        able_to = np.maximum(roles.room - there, ZERO)
+        by_split, by_mixed = able_to
+        np.minimum(by_split, roles.by_split, out=by_split)
+        if self._any_mixed:
+            # Each rank a full chunk whenever a step may prefill.
+            cycle_s = between_s + np.maximum(decode_s, self._mixed.long_s)
+            np.minimum(by_mixed, roles.by_mixed / cycle_s, out=by_mixed)
+        fastest = by_split + by_mixed
+        places = able_to / np.maximum(fastest, DIVISOR)
         # Each chunk on a mixed instance also waits for its turn in the cadence.
-        waits = places[1] * ((self._chunks - 0.5) * between_s) if self._every > 1 else 0.0
+        alone_s = self._alone_s + places[1] * ((self._chunks - 0.5) * between_s) if self._every > 1 else self._alone_s
         fastest = np.minimum(fastest, roles.by_ranks)
         queued = self._queue[0] + self._queue[1]
-        waiting = np.minimum(queued, roles.slots) / np.maximum(fastest, NEXT_TO_NOTHING)
-        started = np.minimum(self._busy(waiting, self._alone_s + waits) * fastest, queued)
+        each = np.minimum(queued, roles.slots) / np.maximum(fastest, DIVISOR)
+        started = np.minimum(self._busy(each, alone_s) * fastest, queued)
         self._prefilled += started
-        taken = self._queue * (started / np.maximum(queued, NEXT_TO_NOTHING))
+        taken = self._queue * (started / np.maximum(queued, DIVISOR))
         self._queue -= taken
         placed: Floats = taken[:, None] * places
         return placed
 
-    def _fastest(self, decode_s: Floats, between_s: Floats | float) -> Floats:
-        """Prefills of a mixed instance in a step of the flow: each rank a full chunk whenever a step may prefill."""
-        cycle = between_s + np.maximum(decode_s, self._long_s[1])
-        fastest: Floats = (self._dt * self._ranks * self._chunk / self._new) / cycle
-        return fastest
-
-    def _busy(self, queued: Floats, alone_s: Floats | float) -> Floats:
-        """The share of their fastest at which instances work with so many requests there, `queued`, for each that they could
-        prefill in a step of the flow.
+    def _busy(self, there: Floats, alone_s: Floats | float) -> Floats:
+        """The share of their fastest at which instances work with so many requests `there`, for each prefill that they could
+        do in a step of the flow.
 
         A rank does the prompts of its queue one after the other, unless full chunks are quicker. At the share u of that a
         request takes 1 + CROWDED u times what it takes alone, `alone_s`, and what it takes beside that; as many are there as
-        come in that time (Little): u (1 + beside_s / alone_s + CROWDED u) = queued dt / alone_s, solved for u.
+        come in that time (Little): u ((1 + CROWDED u) alone_s + beside_s) = there dt, solved for u.
         """
         half = (1.0 + self._beside_s / alone_s) / (2.0 * CROWDED)
-        busy: Floats = np.minimum(np.sqrt(queued * (self._dt / (CROWDED * alone_s)) + half * half) - half, 1.0)
+        busy: Floats = np.minimum(np.sqrt(there * (self._dt / (CROWDED * alone_s)) + half * half) - half, ONE)
         return busy
 
     def _tokens(self, roles: _Roles, step_s: Floats, placed: Floats) -> Floats:
@@ -279,7 +326,8 @@ class _Flow:
         `step_s` are the seconds of steps without prompts: of split and mixed instances, and of those that had decodes before.
         """
         if self._any_mixed:
-            step_s[1], free = self._with_prompts(step_s[1], (placed[0, 1] + placed[1, 1]) / roles.batches[1])
+            prefills = placed[0, 1] + placed[1, 1]
+            step_s[1], free = self._mixed.with_prompts(step_s[1], prefills * roles.prompts)
         progress = roles.dt / step_s
         if self._any_mixed:
             # A decode loses its token where its own rank prefills.
@@ -289,27 +337,6 @@ class _Flow:
         np.minimum(progress[:2], progress[2], out=tokens[STAYED])
         tokens[RESUMED:] = progress[:2]
         return tokens
-
-    def _with_prompts(self, decode_s: Floats, prefills: Floats) -> tuple[Floats, Floats]:
-        """Of a mixed instance that does so many `prefills` in this step of the flow: the mean seconds of its steps, and the
-        part of them in which a rank has no prompt."""
-        # Negative, as `expm1` has it: minus the prompts for each second of a step that wait at a rank when one may prefill.
-        rate = np.minimum(prefills * (-self._every / (self._dt * self._ranks)), -NEXT_TO_NOTHING)
-        # A step with prompts, of which a rank has between the least and a full chunk, takes so much longer than one without.
-        least, full = self._long_s
-        slope = (full - least) / (self._chunk - self._least) if self._chunk > self._least else 0.0
-        longer_s = (least - slope * self._least) - decode_s
-        # The length of a step and what waits when one may prefill depend on each other; from one step of the flow to the
-        # next they change little.
-        mean = np.maximum(self._mean_step_s, decode_s)
-        for _ in range(3):
-            waiting = rate * mean
-            chance = np.minimum(np.expm1(waiting), waiting * (self._new / self._chunk))
-            extra_s = np.maximum(waiting / chance * (slope * self._new) + longer_s, 0.0)
-            free = np.maximum(chance + 1.0, 0.0)
-            mean = decode_s + (1.0 - free**self._ranks) * (extra_s / self._every)
-        self._mean_step_s = mean
-        return mean, 1.0 - (1.0 - free) / self._every
 
 
 def _alone_s(costs: EngineCosts, new: float, prefix: float) -> float:

@@ -55,7 +55,7 @@ class Planned(Policy):
         bounds = Bounds(situation.demand.decode_capacity, self.prefill_slots, self.prefill_every, self._evens_out(work))
         found = yields(work, current, candidates, self.costs, bounds)
         best = int(np.argmax(found))
-        return candidates[best] if found[best] > found[candidates.index(current)] * (1.0 + self.gain) else current
+        return candidates[best] if found[best] > found[0] * (1.0 + self.gain) else current
 
     def handling(self, situation: Situation, target: Allocation) -> Handling:
         return Handling(self.patience, self._evens_out(situation.work))
@@ -65,17 +65,18 @@ class Planned(Policy):
         return self.even_out and work is not None and work.decoding_left * work.token_s > work.ahead
 
     def _candidates(self, current: Allocation) -> list[Allocation]:
-        """The present roles, and all others that give every instance work: where some decode, others prefill."""
+        """The present roles, then all others that give every instance work: where some decode, others prefill."""
         total = current.total
         if not self.mixed:
             # What was launched mixed stays so.
             split = total - current.mixed
-            found = [Allocation(prefill, split - prefill, current.mixed) for prefill in range(1, split)]
+            others = [(prefill, current.mixed) for prefill in range(1, split)]
         else:
-            found = [
-                Allocation(prefill, total - prefill - mixed, mixed)
+            others = [
+                (prefill, mixed)
                 for mixed in sorted({*range(0, total, -(-total // MIXED_COUNTS)), current.mixed, total})
                 for prefill in range(total - mixed + 1)
                 if (prefill > 0) == (prefill + mixed < total)
             ]
-        return found if current in found else [*found, current]
+        present = (current.prefill, current.mixed)
+        return [current, *(Allocation(p, total - p - mixed, mixed) for p, mixed in others if (p, mixed) != present)]
