@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import inf
 
 import numpy as np
@@ -49,7 +50,7 @@ class Planned(Policy):
             raise ValueError("a plan needs a forecast that says what the work is; use policy.forecast=survival")
         if not situation.live:
             return current
-        candidates = self._candidates(current)
+        candidates = _candidates(current, self.mixed)
         if len(candidates) < 2 or not work.token_s:
             return current
         bounds = Bounds(situation.demand.decode_capacity, self.prefill_slots, self.prefill_every, self._evens_out(work))
@@ -64,19 +65,23 @@ class Planned(Policy):
         """Only where turns have long to go: short ones even out as they end, sooner than a move would pay."""
         return self.even_out and work is not None and work.decoding_left * work.token_s > work.ahead
 
-    def _candidates(self, current: Allocation) -> list[Allocation]:
-        """The present roles, then all others that give every instance work: where some decode, others prefill."""
-        total = current.total
-        if not self.mixed:
-            # What was launched mixed stays so.
-            split = total - current.mixed
-            others = [(prefill, current.mixed) for prefill in range(1, split)]
-        else:
-            others = [
-                (prefill, mixed)
-                for mixed in sorted({*range(0, total, -(-total // MIXED_COUNTS)), current.mixed, total})
-                for prefill in range(total - mixed + 1)
-                if (prefill > 0) == (prefill + mixed < total)
-            ]
-        present = (current.prefill, current.mixed)
-        return [current, *(Allocation(p, total - p - mixed, mixed) for p, mixed in others if (p, mixed) != present)]
+
+@lru_cache(maxsize=4)
+def _candidates(current: Allocation, mixed: bool) -> tuple[Allocation, ...]:
+    """The present roles, then all others that give every instance work: where some decode, others prefill.
+
+    Mostly they are the same as at the last decision; in large fleets it takes a while to make them.
+    """
+    total = current.total
+    if not mixed:
+        # What was launched mixed stays so.
+        others = [(prefill, current.mixed) for prefill in range(1, total - current.mixed)]
+    else:
+        others = [
+            (prefill, count)
+            for count in sorted({*range(0, total, -(-total // MIXED_COUNTS)), current.mixed, total})
+            for prefill in range(total - count + 1)
+            if (prefill > 0) == (prefill + count < total)
+        ]
+    present = (current.prefill, current.mixed)
+    return (current, *(Allocation(p, total - p - count, count) for p, count in others if (p, count) != present))
