@@ -139,6 +139,20 @@ def test_mixed_ranks_that_always_prefill_do_not_decode() -> None:
     assert found == pytest.approx(30.0, rel=0.02)
 
 
+@pytest.mark.parametrize("even_out", [False, True])
+@pytest.mark.parametrize("every", [1, 4])
+def test_candidates_flow_side_by_side_as_each_does_alone(every: int, even_out: bool) -> None:
+    work = replace(
+        NOTHING, queued=40, queued_new=2500, decoding=30, decoding_left=300, decoding_context=1000, again=0.9
+    )
+    work = replace(work, returns=(20.0, 0.0, 5.0), turn_new=700)
+    bounds = Bounds(kv_tokens=50_000, prefill_slots=6, prefill_every=every, even_out=even_out)
+    now = Allocation(2, 2)
+    candidates = [now, Allocation(1, 3), Allocation(3, 1), Allocation(1, 2, 1), Allocation(0, 0, 4), Allocation(4, 0)]
+    alone = [yields(work, now, [candidate], Plain(ranks=4), bounds)[0] for candidate in candidates]
+    assert yields(work, now, candidates, Plain(ranks=4), bounds) == pytest.approx(alone, rel=1e-12)
+
+
 amounts = st.floats(0, 500)
 
 

@@ -45,10 +45,10 @@ LONGEST = 10.0
 """So many times as long as the flow does the yield of decodes at its end go on at most, where turns do."""
 CORRECTED = 2.0
 """At most by this factor does what is observed correct the profile."""
-NEXT_TO_NOTHING = 1e-100
-"""The least by which is divided what is then 0 as well."""
-ZERO, ONE, DIVISOR, MINUS_DIVISOR = (np.array(value) for value in (0.0, 1.0, NEXT_TO_NOTHING, -NEXT_TO_NOTHING))
-"""Beside a small array, numpy takes another array in half the time of a float."""
+ZERO, ONE = np.array(0.0), np.array(1.0)
+"""Arrays, as are other constants of the flow: beside a small array, numpy takes them in half the time of a float."""
+LEAST = np.array(1e-100)
+"""Divides in place of 0; what is divided is 0 then, too."""
 BATCHES = np.concatenate(([0.0], np.geomspace(1.0, 4096.0, 37)))
 """Decodes of an instance at which the costs are asked; between them they are interpolated."""
 
@@ -115,15 +115,16 @@ class _Mixed:
         self._full = np.array(new / most)
         self._fixed_s = np.array(least_s - slope * least)
         self._slope = np.array(slope * new / every)
-        self._minus_every, self._share = np.array(-float(every)), np.array(1.0 / every)
+        self._share = np.array(1.0 / every)
+        self._minus_every, self._minus_least = np.array(-float(every)), np.array(-LEAST)
         self._ranks = np.array(float(costs.ranks))
         self._mean_s = ZERO
 
     def with_prompts(self, decode_s: Floats, rate: Floats) -> tuple[Floats, Floats]:
         """The mean seconds of a step, and the part of the steps in which a rank has no prompt, where `rate` prompts come to a
         rank in a second; `decode_s` are the seconds of a step without prompts."""
-        # Negative, as `expm1` has it, are the prompts that wait at a rank when a step may prefill, and the chance of any.
-        rate = np.minimum(rate * self._minus_every, MINUS_DIVISOR)
+        # What waits at a rank when a step may prefill, and the chance that anything does, are negative, as `expm1` has them.
+        rate = np.minimum(rate * self._minus_every, self._minus_least)
         longer_s = (self._fixed_s - decode_s) * self._share
         # The length of a step and what waits when one may prefill depend on each other; from one step of the flow to the
         # next they change little.
@@ -131,7 +132,8 @@ class _Mixed:
         for _ in range(3):
             waiting = rate * mean
             chance = np.minimum(np.expm1(waiting), waiting * self._full)
-            # What prompts make a step longer, on average over those that may prefill and those that may not.
+            # What prompts make a step longer, averaged over the cadence. As the chance is between all that waits and what
+            # waits in full chunks, the tokens of a rank are between the least and the most.
             extra_s = np.maximum(waiting / chance * self._slope + longer_s, ZERO)
             free = np.maximum(chance + ONE, ZERO)
             mean = decode_s + (ONE - free**self._ranks) * extra_s
@@ -205,7 +207,7 @@ class _Flow:
 
     def run(self) -> Floats:
         left, output = max(self._work.decoding_left, 1.0), max(self._work.turn_output, 1.0)
-        # How many decodes more there are for each token of one; `expm1` has it negative.
+        # The part of each kind that ends with a token, negative, as `expm1` has it.
         per_token = np.empty_like(self._decodes)
         per_token[[STAYED, RESUMED]], per_token[FRESH] = -1.0 / left, -1.0 / output
         stayed, resumed, fresh = self._decodes
@@ -295,29 +297,29 @@ class _Flow:
             cycle_s = between_s + np.maximum(decode_s, self._mixed.long_s)
             np.minimum(by_mixed, roles.by_mixed / cycle_s, out=by_mixed)
         fastest = by_split + by_mixed
-        places = able_to / np.maximum(fastest, DIVISOR)
+        places = able_to / np.maximum(fastest, LEAST)
         # Each chunk on a mixed instance also waits for its turn in the cadence.
         alone_s = self._alone_s + places[1] * ((self._chunks - 0.5) * between_s) if self._every > 1 else self._alone_s
         fastest = np.minimum(fastest, roles.by_ranks)
         queued = self._queue[0] + self._queue[1]
-        each = np.minimum(queued, roles.slots) / np.maximum(fastest, DIVISOR)
-        started = np.minimum(self._busy(each, alone_s) * fastest, queued)
+        there_are = np.minimum(queued, roles.slots) / np.maximum(fastest, LEAST)
+        started = np.minimum(self._busy(there_are, alone_s) * fastest, queued)
         self._prefilled += started
-        taken = self._queue * (started / np.maximum(queued, DIVISOR))
+        taken = self._queue * (started / np.maximum(queued, LEAST))
         self._queue -= taken
         placed: Floats = taken[:, None] * places
         return placed
 
-    def _busy(self, there: Floats, alone_s: Floats | float) -> Floats:
-        """The share of their fastest at which instances work with so many requests `there`, for each prefill that they could
-        do in a step of the flow.
+    def _busy(self, there_are: Floats, alone_s: Floats | float) -> Floats:
+        """The share of their fastest at which instances work with so many requests there: `there_are` for each prefill that
+        they could do in a step of the flow.
 
         A rank does the prompts of its queue one after the other, unless full chunks are quicker. At the share u of that a
         request takes 1 + CROWDED u times what it takes alone, `alone_s`, and what it takes beside that; as many are there as
-        come in that time (Little): u ((1 + CROWDED u) alone_s + beside_s) = there dt, solved for u.
+        come in that time (Little): u ((1 + CROWDED u) alone_s + beside_s) = there_are dt, solved for u.
         """
         half = (1.0 + self._beside_s / alone_s) / (2.0 * CROWDED)
-        busy: Floats = np.minimum(np.sqrt(there * (self._dt / (CROWDED * alone_s)) + half * half) - half, ONE)
+        busy: Floats = np.minimum(np.sqrt(there_are * (self._dt / (CROWDED * alone_s)) + half * half) - half, ONE)
         return busy
 
     def _tokens(self, roles: _Roles, step_s: Floats, placed: Floats) -> Floats:
