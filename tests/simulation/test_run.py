@@ -128,7 +128,9 @@ def test_simulate_compares_the_policies_of_a_scenario(tmp_path: Path, capsys: py
     assert "simulated, from the profile qwen3-235b-h200-ep4" in shown
     assert "qwen3-235b-general-agent" in page.read_text()
     assert main([*arguments, "--policy", "nobody"]) == 2
-    assert "--policy nobody: the scenario has colocated, colocated-cadence, adaptive, planned" in capsys.readouterr().err
+    assert (
+        "--policy nobody: the scenario has colocated, colocated-cadence, adaptive, planned" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3.2-coding-agent", "mimo-v2.5-pro-math", "qwen3-235b-general-agent"])
