@@ -105,7 +105,7 @@ class _Mixed:
     """Steps of mixed instances while they prefill."""
 
     def __init__(self, costs: EngineCosts, new: float, prefix: float, every: int) -> None:
-        chunks = max(ceil(new / costs.chunk), 1)
+        chunks = _chunks(costs, new)
         least, most = new / chunks, max(float(costs.chunk), new / chunks)
         # A step in which a rank has between the least and the most tokens of prompts.
         least_s, self.long_s = (costs.prefill_step_s(tokens, prefix, 0.5) for tokens in (least, most))
@@ -160,7 +160,7 @@ class _Flow:
         self._any_mixed = bool(current.mixed or self._target[:, 2].any())
         new, prefix = _mean(work)
         self._prefill_s = costs.prefill_s(new, prefix)
-        self._chunks = max(ceil(new / costs.chunk), 1)
+        self._chunks = _chunks(costs, new)
         self._alone_s = _alone_s(costs, new, prefix)
         self._beside_s = _beside_s(work, current, costs)
         context = work.decoding_context if work.decoding else work.turn_prefix + work.turn_new
@@ -341,9 +341,14 @@ class _Flow:
         return tokens
 
 
+def _chunks(costs: EngineCosts, new: float) -> int:
+    """In which a prefill is done."""
+    return max(ceil(new / costs.chunk), 1)
+
+
 def _alone_s(costs: EngineCosts, new: float, prefix: float) -> float:
     """Seconds of a prefill on an instance that has nothing else to do."""
-    chunks = max(ceil(new / costs.chunk), 1)
+    chunks = _chunks(costs, new)
     return chunks * costs.prefill_step_s(new / chunks, prefix, 1 / costs.ranks)
 
 

@@ -14,8 +14,6 @@ from prorsa.lifecycle import events as e
 from prorsa.lifecycle.snapshot import Transition
 from prorsa.lifecycle.states import State
 
-ENDS = (e.Done, e.Dropped)
-
 
 class Injection(Protocol):
     def observe(self, transition: Transition) -> None: ...
@@ -74,7 +72,7 @@ class GroupReplenishment:
 
     def observe(self, transition: Transition) -> None:
         rewarding = (transition.after is State.REWARD) - (transition.before is State.REWARD)
-        sampled, ended = transition.before is None, isinstance(transition.event, ENDS)
+        sampled, ended = transition.before is None, isinstance(transition.event, e.ENDS)
         if not (rewarding or sampled or ended):
             return
         group = self._groups.setdefault(transition.group, _Group())

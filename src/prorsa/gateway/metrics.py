@@ -13,7 +13,7 @@ from prorsa.cluster.control import Status
 from prorsa.cluster.instances import InstanceState
 from prorsa.cluster.observers import Decision, Flip, TurnRecord
 from prorsa.engines.protocol import Role
-from prorsa.lifecycle import Done, Dropped, Ready, Sampled, State, Transition
+from prorsa.lifecycle import ENDS, Done, Ready, Sampled, State, Transition
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -96,7 +96,7 @@ class Metrics:
         event = transition.event
         if isinstance(event, Sampled):
             self._sampled.add()
-        elif isinstance(event, Done | Dropped):
+        elif isinstance(event, ENDS):
             self._ended.add(end="done" if isinstance(event, Done) else "dropped")
         elif isinstance(event, Ready) and transition.before is State.TOOL:
             self._tool.observe(transition.elapsed)

@@ -1,6 +1,7 @@
 """Where every trajectory is: states and allowed transitions, events, the tracker, the atomic snapshot, the trace."""
 
 from prorsa.lifecycle.events import (
+    ENDS,
     DecodeStarted,
     Done,
     Dropped,
@@ -20,6 +21,7 @@ from prorsa.lifecycle.trace import TraceError, TraceWriter, read_trace
 from prorsa.lifecycle.tracker import IllegalTransition, Tracker
 
 __all__ = [
+    "ENDS",
     "LIVE",
     "NONE",
     "TRANSITIONS",

@@ -90,3 +90,7 @@ class Done(Event):
 @dataclass(frozen=True, slots=True)
 class Dropped(Event):
     reason: str
+
+
+ENDS = (Done, Dropped)
+"""A trajectory ends with one of these."""

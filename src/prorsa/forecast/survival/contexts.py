@@ -14,7 +14,6 @@ from prorsa.lifecycle import events as e
 from prorsa.lifecycle.snapshot import Transition
 from prorsa.lifecycle.states import State
 
-ENDS = (e.Done, e.Dropped)
 UNKNOWN = -1
 """Cached tokens of a trajectory of which nothing has been computed."""
 
@@ -100,7 +99,7 @@ class Contexts:
             self._queue.put(
                 name, self._groups.row(transition.group), transition.tokens, self._cached.get(name, UNKNOWN)
             )
-        elif isinstance(event, ENDS):
+        elif isinstance(event, e.ENDS):
             return self._ended(name, transition.group)
         return False
 

@@ -44,8 +44,6 @@ SHRINK = 8.0
 PRIOR = 1.0
 """The same for the widest class and the scale-free prior."""
 PRIOR_HAZARD = 1.0 - 2.0 ** (-2.0 / OCTAVE)
-
-
 BLOCK = 256
 """Operations that are worked out in one go: what that takes stays in a fast cache, and on pages that are there already."""
 
