@@ -31,8 +31,13 @@ LAUNCH_TIMES = 2
 """The sampler's launches are worked out at so many moments of a horizon."""
 SPEEDS = 8
 """Classes of decode speed in which it doubles."""
+COMMON = 0.1
+"""Standard deviation of the errors that requests have in common which come from the queue, or from others yet to come, as a
+part of their tokens: the speeds are not known any better."""
 ALL = slice(None)
 """All rows of a snapshot."""
+UNREPORTED = 2.0
+"""Times the mean seconds of a turn that nobody has told of when it ends: the most that may be missing of one that goes on."""
 SEED = 1.0
 """Tokens to compute where everything before them is cached: the last one that was generated."""
 
@@ -79,13 +84,12 @@ class Outlook:
         learnt: Learnt,
         snapshot: Snapshot,
         horizon: float,
-        instances: int,
+        instances: Sequence[str],
         kv_footprint: Callable[[Floats], Floats],
     ) -> None:
         self._learnt = learnt
         self._snapshot = snapshot
         self._horizon = horizon
-        self._instances = instances
         self._kv_footprint = kv_footprint
         self._grid = Grid(BINS, horizon / BINS)
         self._rows = _by_state(snapshot.state)
@@ -97,7 +101,15 @@ class Outlook:
         self._group = learnt.live_groups.rows(snapshot.names.groups)[snapshot.group]
         """Of each trajectory, the row of its group."""
         self._appended = np.array([learnt.lengths.appended_by_any(task) for task in self._tasks])
-        self._fixed, self._slope = learnt.prefill_time.line()
+        self._instances = snapshot.names.instances or ("",)
+        decodes = np.bincount(snapshot.instance[self._rows[State.DECODE]], minlength=len(self._instances)) > 0
+        prefilling = set(instances)
+        self._mixed = decodes & np.array([name in prefilling for name in self._instances])
+        """[instance]: whether it decodes and prefills."""
+        mixed = int(self._mixed.sum())
+        self._server = learnt.server(len(instances) - mixed, mixed, snapshot.time)
+        self._queued_tokens, self._queued_new = learnt.contexts.queue()
+        self._queued_work = self._work_of(1.0, self._queued_new)
         going_on = learnt.endings.going_on(self._tasks)
         # Those that have a turn to end first.
         self._busy = np.concatenate((self._rows[State.DECODE], self._queued))
@@ -115,8 +127,8 @@ class Outlook:
         decoding = self._decoding()
         returning = self._returning(decoding, tool_kernel)
         sources = (launched, starting, tools, returning)
-        queued_new = self._learnt.contexts.queue_uncached()
-        stages = self._stages(sources, queued_new, decoding, tool_kernel)
+        queued_new = float(self._queued_new.sum())
+        stages = self._stages(sources, decoding, tool_kernel)
         passed = pass_through(stages)
         tokens = self._snapshot.tokens
         ready, inflight = (float(tokens[self._rows[state]].sum()) for state in (State.READY, State.PREFILL))
@@ -142,7 +154,7 @@ class Outlook:
             from_decode=parts[3],
             admitted_backlog=float(admitted[0][TOKENS]),
             uncached_tokens=queued_new + sum(float(source.new.sum()) for source in sources) + float(later_new),
-            prefill_sd=float(np.sqrt(squares * sum(parts))),
+            prefill_sd=float(np.sqrt(squares * sum(parts) + (COMMON * passed.later[TOKENS].sum()) ** 2)),
             completed_turns=float(decoding.ends[REQUESTS].sum() + passed.ended[REQUESTS].sum()),
             kv_now=decoding.kv,
             kv_end=float(kv[-1]),
@@ -151,24 +163,31 @@ class Outlook:
             work=self._work(sources, queued_new, decoding, away),
         )
 
-    def _stages(self, sources: Sequence[Coming], queued_new: float, decoding: Decoding, tools: Floats) -> Stages:
+    def _stages(self, sources: Sequence[Coming], decoding: Decoding, tools: Floats) -> Stages:
         coming = np.sum([source.volume for source in sources], axis=0)
         new = np.sum([source.new for source in sources], axis=0)
         rows = self._queued
-        work = self._fixed * len(rows) + self._slope * queued_new
         return Stages(
             grid=self._grid,
             coming=coming,
-            coming_work=self._fixed * coming[REQUESTS].sum(axis=0) + self._slope * new,
-            queued=Queue(np.array([self._by_task(rows), self._by_task(rows, self._snapshot.tokens[rows])]), work),
+            coming_work=self._work_of(coming[REQUESTS].sum(axis=0), new),
+            queued=Queue(
+                np.array([self._by_task(rows), self._by_task(rows, self._snapshot.tokens[rows])]),
+                self._queued_tokens,
+                self._queued_work,
+            ),
             queued_turns=decoding.queued,
             turns=decoding.later,
             tools=tools,
             appended=self._appended,
-            later_work=self._fixed + self._slope * (self._appended + SEED),
-            instances=float(self._instances),
-            latency=self._learnt.latency.value,
+            later_work=self._work_of(1.0, self._appended + SEED),
+            instances=self._server.instances,
+            latency=self._server.latency,
         )
+
+    def _work_of(self, requests: Floats | float, new: Floats) -> Floats:
+        """Seconds of an instance for the prefill of so many requests with `new` tokens to compute, together."""
+        return self._server.fixed * requests + self._server.slope * new
 
     # Trajectories that neither queue nor decode.
 
@@ -334,8 +353,7 @@ class Outlook:
     def _contexts(self, decode: NDArray[np.intp], rows: NDArray[np.intp]) -> tuple[Floats, Floats, float]:
         """(tokens of context, decode speed) of each row, those of `decode` first, and the mean speed."""
         snapshot, learnt = self._snapshot, self._learnt
-        names = snapshot.names.instances or ("",)
-        speeds = np.array([learnt.speed.of(name) for name in names])[snapshot.instance[decode]]
+        speeds = self._speeds(decode)[snapshot.instance[decode]]
         mean_speed = float(speeds.mean()) if len(decode) else learnt.speed.of()
         context = snapshot.tokens[rows].astype(np.float64)
         # Tokens may be reported late; what has been made since follows from the speed.
@@ -406,6 +424,31 @@ class Outlook:
             prefilled_prefix=prefills.tokens - prefills.new,
         )
 
+    def _speeds(self, decode: NDArray[np.intp]) -> Floats:
+        """[instance]: tokens/s of a decode in the horizon, of which those on mixed instances wait while there are prompts."""
+        learnt, names = self._learnt, self._instances
+        speeds = np.array([learnt.speed.of(name) for name in names])
+        if not self._mixed.any():
+            return speeds
+        waiting = np.array([learnt.speed.of(name, busy=True) for name in names])
+        # What the turns that go on have reported tells of a change before any of them ends.
+        rows = decode[self._mixed[self._snapshot.instance[decode]]]
+        reported = float((self._snapshot.tokens[rows] - self._snapshot.prompt[rows]).sum())
+        told = elapsed(self._snapshot, rows) - UNREPORTED * learnt.unreported.value
+        seconds = float(np.maximum(told, 0.0).sum())
+        if seconds > 0.0:
+            waiting = np.minimum(waiting, reported / seconds)
+        share = self._busy_share()
+        return np.where(self._mixed, share * waiting + (1.0 - share) * speeds, speeds)
+
+    def _busy_share(self) -> float:
+        """Part of the horizon in which there are prompts: those that wait now, then as many as came of late."""
+        able = max(self._server.instances * self._horizon, _TINY)
+        queue = min(float(self._queued_work.sum()) / able, 1.0)
+        new = np.array(self._learnt.prefills.new)
+        coming = self._learnt.arrivals.at(self._snapshot.time) * self._horizon * float(self._work_of(1.0, new))
+        return queue + (1.0 - queue) * min(coming / able, 1.0)
+
     # Helpers.
 
     def _task_keys(self) -> list[Key]:
@@ -431,7 +474,7 @@ class Outlook:
 
 def _memoryless(made: float, stay: float, mean: float) -> float:
     """Tokens left of memoryless turns of which the part `stay` has not ended after `made` tokens; `mean` at most."""
-    return min(made / -np.log(stay), mean) if 0.0 < stay < 1.0 else mean
+    return min(made / -np.log(stay), mean) if made > 0.0 and 0.0 < stay < 1.0 else mean
 
 
 def _by_state(state: NDArray[np.int8]) -> dict[State, NDArray[np.intp]]:
