@@ -2,9 +2,10 @@
 
 import math
 
+import numpy as np
 import pytest
 
-from prorsa.forecast.survival.speeds import SPARE, Busy, DecodeSpeed, PrefillSpeeds, Rate
+from prorsa.forecast.survival.speeds import FORGET_LINE, LARGE, SPARE, Busy, DecodeSpeed, PrefillSpeeds, Rate
 
 
 def test_an_instance_is_busy_while_it_has_a_prompt():
@@ -75,3 +76,19 @@ def test_unlike_instances_are_one_server():
     assert speeds.server(2, 1, new=200.0, rate=10.0).instances == pytest.approx(SPARE * 10 * 0.3)
     assert speeds.server(2, 1, new=200.0, rate=5.0).instances == pytest.approx(2.5)
     assert speeds.server(0, 0, new=200.0, rate=5.0).instances == 0.0
+
+
+def test_large_prefills_count_less_in_the_line():
+    """Against the weighted least squares of numpy."""
+    new = np.array([40_000, 30_000, 50_000, 20_000] + 16 * [200, 900, 1500])
+    seconds = 0.02 + 2e-3 * np.sqrt(new) + 1e-5 * new
+    speeds, time = PrefillSpeeds(1000.0), 0.0
+    for tokens, one in zip(new.tolist(), seconds.tolist(), strict=True):
+        time += one
+        speeds.finished(False, "a", tokens, 0.0, time, waits=True)
+    weights = (1 - FORGET_LINE) ** np.arange(len(new))[::-1] / (1 + new / LARGE)
+    slope, fixed = np.polyfit(new, seconds, 1, w=np.sqrt(weights))
+    server = speeds.server(1, 0, new=900.0, rate=0.0)
+    assert (server.fixed, server.slope) == pytest.approx((fixed, slope))
+    # So the small ones are not far off, although the line bends.
+    assert server.fixed + 900 * server.slope == pytest.approx(seconds[5], rel=0.1)

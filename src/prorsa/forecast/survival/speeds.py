@@ -16,9 +16,12 @@ from prorsa.forecast.backoff import Ema
 
 FORGET_LINE = 1 / 1024
 """Weight of the newest prefill that others waited for in the line of prefill time."""
+LARGE = 3000.0
+"""A prefill that computes so many tokens counts half in that line, and larger ones count less: they are off by more seconds,
+and those that a weight update leaves behind would bend the line for all the small ones that come after."""
 FORGET_LATENCY = 1 / 2048
 """Weight of the newest prefill in the latency: the last second alone is an accident."""
-SPARE = 1.2
+SPARE = 1.5
 """Where nothing waits, instances are taken to be able to do so many times as much as they did of late."""
 
 
@@ -120,7 +123,7 @@ class PrefillSpeeds:
 
         Only then does the time between two prefills say how long one takes: an engine does several at once.
         """
-        self._times[mixed].finished(instance, new, joined, time, float(waits))
+        self._times[mixed].finished(instance, new, joined, time, waits / (1.0 + new / LARGE))
         if not waits:
             self._latencies[mixed].add(time - joined)
 
