@@ -129,16 +129,16 @@ def test_a_decode_waits_for_the_prompts_of_its_instance():
     """Turns of 200 tokens took 2 s each. One has said nothing for 40 s, and a prompt of some seconds is queued."""
     now, mixed = 100.0, {"instance": "d0"}
     decoding = {"name": "a", "at": now - 41.05, "until": State.DECODE, **mixed}
-    expected = {5e6: 0.02, 8e6: 0.05}
-    for tokens, token_s in expected.items():
+    for tokens, speed in ((5e6, 50.0), (8e6, 20.0)):
         queued = {"name": "b", "at": now - 2.0, "until": State.READY, "group": "other", "first": int(tokens)}
         forecaster, story = taught(decoding, queued | mixed, past=mixed)
         # The line is the profile of 10^6 tokens/s: decodes have half, or a fifth, of the 10 s.
         made = forecaster.forecast(story.snapshot(now), HORIZON, ["d0"])
-        assert made.work.token_s == pytest.approx(token_s, rel=0.01)
+        assert made.kv_now == pytest.approx(100 + 40.0 * speed, rel=0.01)
+        assert made.work.token_s == pytest.approx(0.01)
         # Where another instance prefills, nothing waits.
         made = forecaster.forecast(story.snapshot(now), HORIZON, ["p0"])
-        assert made.work.token_s == pytest.approx(0.01, rel=0.01)
+        assert made.kv_now == pytest.approx(100 + 40.0 * 100.0, rel=0.01)
 
 
 # The sampler's rule looks one step ahead: of trajectories that end and are replaced within a minute it says nothing.

@@ -44,8 +44,8 @@ class Work:
     away: float
     """Seconds from the end of the turn to that request, where it comes."""
     token_s: float = 0.0
-    """Seconds between two tokens of a decode, as observed of late; 0 until any was. It corrects what a profile says, and so
-    does the rest: means over the last few hundred prefills."""
+    """Seconds between two tokens of a decode that waits for no prompts of its instance, as observed of late; 0 until any was.
+    It corrects what a profile says, and so does the rest: means over the last few hundred prefills."""
     prefilled_s: float = 0.0
     """Seconds from the placement of a request to its first token: the fetch of its prefix and the handover are in it."""
     prefilled_rate: float = 0.0

@@ -106,6 +106,8 @@ class Outlook:
         prefilling = set(instances)
         self._mixed = decodes & np.array([name in prefilling for name in self._instances])
         """[instance]: whether it decodes and prefills."""
+        self._free = np.array([learnt.speed.of(name) for name in self._instances])
+        """[instance]: tokens/s of a decode that waits for no prompts."""
         mixed = int(self._mixed.sum())
         self._server = learnt.server(len(instances) - mixed, mixed, snapshot.time)
         self._queued_tokens, self._queued_new = learnt.contexts.queue()
@@ -388,8 +390,9 @@ class Outlook:
     def _work(
         self, sources: Sequence[Coming], queued_new: float, decoding: Decoding, away: tuple[Floats, Floats]
     ) -> Work:
-        prefills = self._learnt.prefills
-        queued, number = len(self._queued), len(self._rows[State.DECODE])
+        prefills, decode = self._learnt.prefills, self._rows[State.DECODE]
+        queued, number = len(self._queued), len(decode)
+        free = float(self._free[self._snapshot.instance[decode]].mean()) if number else self._learnt.speed.of()
         queued_tokens = float(self._snapshot.tokens[self._queued].sum())
         requests, tokens = np.sum([source.volume.sum(axis=(1, 2)) for source in sources], axis=0).tolist()
         new = float(sum(source.new.sum() for source in sources)) / requests if requests > 0.0 else 0.0
@@ -417,7 +420,7 @@ class Outlook:
             ),
             again=float(again.sum()),
             away=float(again @ seconds / again.sum()) if again.sum() > 0.0 else 0.0,
-            token_s=1.0 / speed if speed > 0.0 else 0.0,
+            token_s=1.0 / free if free > 0.0 else 0.0,
             prefilled_s=prefills.seconds,
             prefilled_rate=prefills.rate,
             prefilled_new=prefills.new,
@@ -426,11 +429,10 @@ class Outlook:
 
     def _speeds(self, decode: NDArray[np.intp]) -> Floats:
         """[instance]: tokens/s of a decode in the horizon, of which those on mixed instances wait while there are prompts."""
-        learnt, names = self._learnt, self._instances
-        speeds = np.array([learnt.speed.of(name) for name in names])
+        learnt = self._learnt
         if not self._mixed.any():
-            return speeds
-        waiting = np.array([learnt.speed.of(name, busy=True) for name in names])
+            return self._free
+        waiting = np.array([learnt.speed.of(name, busy=True) for name in self._instances])
         # What the turns that go on have reported tells of a change before any of them ends.
         rows = decode[self._mixed[self._snapshot.instance[decode]]]
         reported = float((self._snapshot.tokens[rows] - self._snapshot.prompt[rows]).sum())
@@ -439,7 +441,7 @@ class Outlook:
         if seconds > 0.0:
             waiting = np.minimum(waiting, reported / seconds)
         share = self._busy_share()
-        return np.where(self._mixed, share * waiting + (1.0 - share) * speeds, speeds)
+        return np.where(self._mixed, share * waiting + (1.0 - share) * self._free, self._free)
 
     def _busy_share(self) -> float:
         """Part of the horizon in which there are prompts: those that wait now, then as many as came of late."""
