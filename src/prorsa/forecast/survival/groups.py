@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,48 +34,32 @@ FRAILTY = 1.0
 
 
 class Groups:
-    """Numbers of each live group, in columns that are read for all groups at once; 0 where nothing is known."""
+    """Numbers of each live group, in columns that are read for all groups at once; 0 where nothing is known.
+
+    A group is known by its code (`lifecycle.snapshot.Names`), which is its row in the columns.
+    """
 
     def __init__(self) -> None:
-        # Row 0 stands for all groups of which nothing is known.
-        self._rows: dict[str, int] = {}
-        self._free: list[int] = []
         self._columns: list[array[float]] = []
-        self._size = 1
+        self._size = 0
 
     def column(self) -> array[float]:
-        """A new one, to be written in `row`s."""
+        """A new one, to be written in the rows that are there."""
         column = array("d", [0.0] * self._size)
         self._columns.append(column)
         return column
 
-    def row(self, group: str) -> int:
-        """Where the group is in the columns, where it is put if nothing was known of it."""
-        row = self._rows.get(group)
-        return self._new(group) if row is None else row
+    def cover(self, size: int) -> None:
+        """See that there are rows for the codes below `size`."""
+        if size > self._size:
+            for column in self._columns:
+                column.extend([0.0] * (size - self._size))
+            self._size = size
 
-    def rows(self, groups: Sequence[str]) -> NDArray[np.intp]:
-        """Where each group is, without putting it there."""
-        return np.fromiter(map(self._rows.get, groups, repeat(0)), dtype=np.intp, count=len(groups))
-
-    def forget(self, group: str) -> None:
+    def forget(self, group: int) -> None:
         """None of it is live any more."""
-        row = self._rows.pop(group, None)
-        if row is not None:
-            for column in self._columns:
-                column[row] = 0.0
-            self._free.append(row)
-
-    def _new(self, group: str) -> int:
-        if self._free:
-            row = self._free.pop()
-        else:
-            row = self._size
-            self._size += 1
-            for column in self._columns:
-                column.append(0.0)
-        self._rows[group] = row
-        return row
+        for column in self._columns:
+            column[group] = 0.0
 
 
 class GroupLengths:
@@ -89,21 +72,19 @@ class GroupLengths:
 
     def __init__(self, groups: Groups) -> None:
         self._classes: dict[str, Ema] = {}
-        self._groups = groups
         self._counts, self._totals = groups.column(), groups.column()
         """Number and sum of the group's e."""
         self._own, self._squares = Ema(FORGET), Ema(FORGET)
         self._products, self._paired, self._before = Ema(FORGET), Ema(FORGET), Ema(FORGET)
         """Of a value and the mean of those before it in its group, where there are some."""
 
-    def add(self, kind: str, group: str, value: float) -> float:
+    def add(self, kind: str, group: int, value: float) -> float:
         """A value of the class `kind`. Returns the factor that stood for the group before."""
         mean = self._classes.get(kind)
         if mean is None:
             mean = self._classes[kind] = Ema(FORGET)
         logarithm = math.log(max(value, 1e-9))
-        row = self._groups.row(group)
-        count, total = self._counts[row], self._totals[row]
+        count, total = self._counts[group], self._totals[group]
         shift = self._shift(count, total)
         if mean.count:
             own = logarithm - mean.value
@@ -113,8 +94,8 @@ class GroupLengths:
                 self._products.add(own * total / count)
                 self._paired.add(own)
                 self._before.add(total / count)
-            self._counts[row] = count + 1.0
-            self._totals[row] = total + own
+            self._counts[group] = count + 1.0
+            self._totals[group] = total + own
         mean.add(logarithm)
         return math.exp(shift)
 
@@ -173,17 +154,15 @@ class Endings:
 
     def __init__(self, groups: Groups) -> None:
         self._tasks: dict[str, _Task] = {}
-        self._groups = groups
         self._ended, self._expected = groups.column(), groups.column()
         """Ends that the group had, and that were to be expected."""
 
-    def add(self, task: str, group: str, turn: int, last: bool) -> None:
+    def add(self, task: str, group: int, turn: int, last: bool) -> None:
         """Turn `turn`, counted from 0, of a trajectory has ended."""
         counts = self._tasks.get(task)
         if counts is None:
             counts = self._tasks[task] = _Task()
-        row = self._groups.row(group)
-        ended, expected = self._ended[row], self._expected[row]
+        ended, expected = self._ended[group], self._expected[group]
         inclination = (FRAILTY + ended) / (FRAILTY + expected)
         place = _place(turn)
         counts.turns[place] += inclination
@@ -191,8 +170,8 @@ class Endings:
         if last:
             counts.last[place] += 1.0
             counts.all_last += 1.0
-        self._ended[row] = ended + last
-        self._expected[row] = expected - math.log1p(-counts.chance(place))
+        self._ended[group] = ended + last
+        self._expected[group] = expected - math.log1p(-counts.chance(place))
 
     def going_on(
         self, tasks: Sequence[str]

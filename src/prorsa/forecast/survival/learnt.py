@@ -111,11 +111,11 @@ class Learnt:
         if transition.before is State.PREFILL:
             self._joining.pop(event.trajectory, None)
         if self.contexts.observe(transition):
-            self.live_groups.forget(transition.group)
+            self.live_groups.forget(transition.group_code)
 
     def _joined(self, transition: Transition) -> None:
         name = transition.event.trajectory
-        new = self.contexts.uncached(name, transition.group, transition.tokens)
+        new = self.contexts.uncached(name, transition.group_code, transition.tokens)
         self._joining[name] = new
         if transition.turn == 0 and not self.contexts.cached(name):
             self.first_new.add(new)
@@ -143,7 +143,7 @@ class Learnt:
         self.starts.add((transition.mode or "", transition.image or ""), transition.elapsed, began)
 
     def _turn_ended(self, transition: Transition, tokens: int) -> None:
-        name, task, group = transition.event.trajectory, transition.task, transition.group
+        name, task, group = transition.event.trajectory, transition.task, transition.group_code
         began = transition.event.time - transition.elapsed
         if transition.before is State.TOOL:
             # Nobody knew of the answer before that it was the last one.

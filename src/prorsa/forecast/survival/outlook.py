@@ -94,8 +94,8 @@ class Outlook:
         self._tasks = snapshot.names.tasks or ("",)
         self._task = snapshot.task.astype(np.intp)
         self._live = self._by_task(ALL)
-        self._group = learnt.live_groups.rows(snapshot.names.groups)[snapshot.group]
-        """Of each trajectory, the row of its group."""
+        self._group = snapshot.group.astype(np.intp)
+        learnt.live_groups.cover(len(snapshot.names.groups))
         self._appended = np.array([learnt.lengths.appended_by_any(task) for task in self._tasks])
         self._fixed, self._slope = learnt.prefill_time.line()
         going_on = learnt.endings.going_on(self._tasks)
