@@ -39,9 +39,8 @@ def test_the_chance_of_the_last_turn_is_calibrated_in_every_group():
         for group, members in enumerate(turns):
             for total in members[members > turn]:
                 if group >= 100:
-                    first = np.zeros(1, np.int32)
-                    chance = 1.0 - endings.going_on(["task"])(first, first + group, first + turn)
-                    said.append((chance[0], turn))
+                    logarithms, inclination = endings.going_on(["task"], turn + 1)
+                    said.append((1.0 - np.exp(logarithms[0, turn] * inclination[group]), turn))
                     came.append(total == turn + 1)
                 endings.add("task", group, turn, total == turn + 1)
     said, came = np.array(said), np.array(came)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -173,28 +173,17 @@ class Endings:
         self._ended[group] = ended + last
         self._expected[group] = expected - math.log1p(-counts.chance(place))
 
-    def going_on(
-        self, tasks: Sequence[str]
-    ) -> Callable[[NDArray[np.integer], NDArray[np.intp], NDArray[np.int32]], Floats]:
-        """The chances that a turn is not the last, by its task's code in `tasks`, its group's row and its index.
+    def going_on(self, tasks: Sequence[str], turns: int) -> tuple[Floats, Floats]:
+        """([task, turn], [group]): the chance that a turn is not the last is exp(the first * the second).
 
-        1 for a task of which no turn has ended.
+        For the first `turns` turns of each task; it is 1 for a task of which no turn has ended.
         """
         counts = [self._tasks.get(name, _NOTHING) for name in tasks]
-        turns, last = np.array([one.turns for one in counts]), np.array([one.last for one in counts])
+        ended, last = np.array([one.turns for one in counts]), np.array([one.last for one in counts])
         shrink = SHRINK * np.array([one.overall for one in counts])
-        logarithms = np.log1p(-np.minimum((last + shrink[:, None]) / (turns + SHRINK), MOST))
+        logarithms = np.log1p(-np.minimum((last + shrink[:, None]) / (ended + SHRINK), MOST))
         inclination = (FRAILTY + np.array(self._ended)) / (FRAILTY + np.array(self._expected))
-
-        def of(task: NDArray[np.integer], group: NDArray[np.intp], turn: NDArray[np.int32]) -> Floats:
-            # Turns are few beside rows.
-            by_turn = logarithms[:, _places(np.arange(turn.max(initial=0) + 1))]
-            logarithm = by_turn.ravel()[task * by_turn.shape[1] + turn]
-            # Several times quicker than a power.
-            chances: Floats = np.exp(logarithm * inclination[group])
-            return chances
-
-        return of
+        return logarithms.take(_places(np.arange(turns)), axis=1), inclination
 
 
 def _place(turn: int) -> int:

@@ -16,8 +16,9 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import repeat
+from itertools import accumulate, chain, pairwise, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +49,17 @@ BLOCK = 256
 """Operations that are worked out in one go: what that takes stays in a fast cache, and on pages that are there already."""
 
 
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Classes of operations: all those of one length of key."""
+
+    keys: Sequence[Key]
+    around: Indices
+    """[key]: the class of the level before that it lies in."""
+    which: Indices
+    """[operation]: its class."""
+
+
 class Hazards:
     """The values of all classes. `add` is O(length of the key)."""
 
@@ -76,36 +88,37 @@ class Hazards:
         return weights
 
     def curves(
-        self,
-        keys: Sequence[Key],
-        which: Indices,
-        reached: Floats,
-        weight: Floats,
-        time: float,
-        around: tuple[Curves, Indices] | None = None,
-        upto: float = math.inf,
-    ) -> Curves:
-        """The survival curves of `keys` at `time`. There is one key at least, they differ, and all have the same length.
+        self, levels: Sequence[Level], bins: Indices, weight: Floats, time: float, upto: float = math.inf
+    ) -> list[Curves]:
+        """The survival curves of each level's classes at `time`, each level in the one before it, the first in that of `()`.
 
-        Operations of class `keys[which[i]]` that count `weight[i]` still run and have reached `reached[i]`. `around` may be
-        given where it is known: the curves of the classes just around these, for the same operations, and which is whose.
-        Of values beyond `upto`, and of what is `left`, the curves may not be asked then: there are none.
+        Operations that count `weight[i]` still run and have got as far as bin `bins[i]`. Of values beyond `upto`, and of what
+        is `left`, the curves may not be asked where it is given: there are none.
         """
-        if around is None and keys[0]:
-            prefixes: dict[Key, int] = {}
-            parents = np.array([prefixes.setdefault(key[:-1], len(prefixes)) for key in keys], dtype=np.intp)
-            around = self.curves(list(prefixes), parents[which], reached, weight, time, upto=upto), parents
-        bins = bin_of(upto) + 1
-        hazards, shrink = (PRIOR_HAZARD, PRIOR) if around is None else (around[0].hazards[around[1], :bins], SHRINK)
+        width = bin_of(upto) + 1
+        # The classes of all levels, one behind another, and where each level begins.
+        keys = [(), *chain.from_iterable(level.keys for level in levels)]
+        firsts = list(accumulate((len(level.keys) for level in levels), initial=1))
         # All is weighed as of when the weights began, rather than as of now.
         now = self._weight(time)
         rows = np.fromiter(map(self._rows.get, keys, repeat(0)), dtype=np.intp, count=len(keys))
-        counts = np.frombuffer(self._ended).reshape(-1, BINS + 1).take(rows, axis=0)
-        running = np.bincount(which * bins + bins_of(reached), now * weight, len(keys) * bins).astype(
-            np.float64, copy=False
-        )
-        longer = counts[:, bins:].sum(axis=1, keepdims=True)
-        return Curves(_shrunk(counts[:, :bins], longer, running.reshape(-1, bins), hazards, now * shrink))
+        ended = np.frombuffer(self._ended).reshape(-1, BINS + 1).take(rows, axis=0)
+        longer = ended[:, width:].sum(axis=1, keepdims=True)
+        ended = ended[:, :width]
+        running = _counted(levels, firsts, bins, now * weight, width)
+        risk = _at_risk(ended, running, longer)
+        risk[0] += now * PRIOR
+        risk[1:] += now * SHRINK
+        hazards = ended + now * (PRIOR * PRIOR_HAZARD)
+        hazards[0] /= risk[0]
+        around = 0
+        for level, first in zip(levels, firsts, strict=False):
+            own = slice(first, first + len(level.keys))
+            np.add(ended[own], now * SHRINK * hazards[around + level.around], out=hazards[own])
+            hazards[own] /= risk[own]
+            around = first
+        whole = Curves.of(hazards)
+        return [whole.part(*bounds) for bounds in pairwise(firsts)]
 
     def _row(self, prefix: Key) -> int:
         row = self._rows.get(prefix)
@@ -128,26 +141,26 @@ class Hazards:
 class Curves:
     """Survival curves, one for each of the keys that they were asked for: Pr(value > x)."""
 
-    def __init__(self, hazards: Floats) -> None:
-        self.hazards = hazards
-        """[key, bin]."""
-
-    @cached_property
-    def _survival(self) -> Floats:
+    def __init__(self, survival: Floats, heights: Floats, slopes: Floats) -> None:
+        self._survival = survival
         """[key, edge]."""
-        survival = np.ones((len(self.hazards), self.hazards.shape[1] + 1))
-        np.subtract(1.0, self.hazards, out=survival[:, 1:])
-        return np.cumprod(survival, axis=1, out=survival)
+        self._heights, self._slopes = heights, slopes
+        """[key, edge] each: what the curve is from one edge to the next as height + slope * place, see `_places`."""
 
-    @cached_property
-    def _lines(self) -> tuple[Floats, Floats]:
-        """[key, edge] each, flat: what the curve is from one edge to the next as height + slope * place, see `_places`.
+    @classmethod
+    def of(cls, hazards: Floats) -> Curves:
+        """Of hazards [key, bin]."""
+        survival = np.ones((len(hazards), hazards.shape[1] + 1))
+        np.subtract(1.0, hazards, out=survival[:, 1:])
+        np.multiply.accumulate(survival, axis=1, out=survival)
+        # Beyond the last edge it stays what it is.
+        slopes = np.zeros_like(survival)
+        np.subtract(survival[:, 1:], survival[:, :-1], out=slopes[:, :-1])
+        return cls(survival, survival - slopes * _NUMBERS[: slopes.shape[1]], slopes)
 
-        It stays what it is beyond the last edge.
-        """
-        slopes = np.zeros_like(self._survival)
-        np.subtract(self._survival[:, 1:], self._survival[:, :-1], out=slopes[:, :-1])
-        return (self._survival - slopes * np.arange(slopes.shape[1])).ravel(), slopes.ravel()
+    def part(self, first: int, last: int) -> Curves:
+        """Those of the keys from `first` on and before `last`."""
+        return Curves(self._survival[first:last], self._heights[first:last], self._slopes[first:last])
 
     def beyond(self, which: Indices, value: Floats) -> Floats:
         """Pr(value > x) for x = `value`; the curve of row i is that of key `which[i]`, columns are further values."""
@@ -155,9 +168,8 @@ class Curves:
         edge = beyond.astype(np.intp)
         start = which * self._survival.shape[1]
         edge += start if value.ndim == 1 else start[:, None]
-        heights, slopes = self._lines
-        beyond *= slopes.take(edge)
-        beyond += heights.take(edge)
+        beyond *= self._slopes.take(edge)
+        beyond += self._heights.take(edge)
         return beyond
 
     def stays(self, which: Indices, reached: Floats, step: Floats, at: Floats) -> Floats:
@@ -187,8 +199,9 @@ class Curves:
     def _areas(self) -> Floats:
         """[key, edge]: the area under the curve from there on."""
         areas = np.zeros_like(self._survival)
-        areas[:, :-1] = np.diff(EDGES) * (self._survival[:, 1:] + self._survival[:, :-1]) / 2
-        return np.cumsum(areas[:, ::-1], axis=1)[:, ::-1]
+        np.add(self._survival[:, 1:], self._survival[:, :-1], out=areas[:, :-1])
+        areas[:, :-1] *= _HALF_WIDTHS
+        return _tails(areas)
 
     def left(self, which: Indices, reached: Floats) -> Floats:
         """Expected value minus `reached`, of those that get there."""
@@ -224,20 +237,29 @@ def _places(value: Floats) -> Floats:
     return places
 
 
-def _shrunk(ended: Floats, longer: Floats, running: Floats, around: Floats | float, shrink: float) -> Floats:
-    """Hazards [class, bin] from what ended and what runs in each bin, and the hazards of the classes around.
+def _counted(levels: Sequence[Level], firsts: Sequence[int], bins: Indices, weight: Floats, width: int) -> Floats:
+    """[class, bin]: what runs, in its classes of all levels."""
+    cells = [bins, *((level.which + first) * width + bins for level, first in zip(levels, firsts, strict=False))]
+    counted = np.bincount(np.concatenate(cells), np.concatenate([weight] * len(cells)), firsts[-1] * width)
+    return counted.reshape(-1, width).astype(np.float64, copy=False)
 
-    `longer` [class, 1] got beyond the last bin. `running` is used up.
-    """
-    risk: Floats = np.cumsum((ended + running)[:, ::-1], axis=1)[:, ::-1]
+
+def _at_risk(ended: Floats, running: Floats, longer: Floats) -> Floats:
+    """[class, bin] from what ended and what runs in each bin; `longer` [class, 1] got beyond the last one."""
+    risk = _tails(ended + running)
     # Those that run in the bin have been at risk for half of it.
     running *= 0.5
     risk -= running
-    risk += longer + shrink
-    hazards: Floats = np.add(ended, shrink * around, out=running)
-    hazards /= risk
-    return hazards
+    risk += longer
+    return risk
+
+
+def _tails(values: Floats) -> Floats:
+    """The sums of each column and those behind it."""
+    return np.add.accumulate(values[:, ::-1], axis=1)[:, ::-1]
 
 
 EDGE_1 = float(EDGES[1])
+_NUMBERS: Floats = np.arange(BINS + 1.0)
+_HALF_WIDTHS: Floats = (EDGES[1:] - EDGES[:-1]) / 2
 _TINY = 1e-12

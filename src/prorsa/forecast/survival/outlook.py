@@ -9,13 +9,13 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from prorsa.forecast.backoff import Key, load_buckets
+from prorsa.forecast.backoff import load_buckets
 from prorsa.forecast.durations import Floats
 from prorsa.forecast.forecast import Forecast
 from prorsa.forecast.launches import elapsed
 from prorsa.forecast.survival.cells import Cells
 from prorsa.forecast.survival.flow import REQUESTS, TOKENS, Grid, Queue, Stages, Turns, convolved, pass_through
-from prorsa.forecast.survival.hazards import Curves, bins_of
+from prorsa.forecast.survival.hazards import Curves, Level, bins_of
 from prorsa.forecast.survival.learnt import Learnt
 from prorsa.forecast.work import AHEAD, SLICES, Work
 from prorsa.lifecycle.snapshot import MODES, Snapshot
@@ -98,16 +98,10 @@ class Outlook:
         learnt.live_groups.cover(len(snapshot.names.groups))
         self._appended = np.array([learnt.lengths.appended_by_any(task) for task in self._tasks])
         self._fixed, self._slope = learnt.prefill_time.line()
-        going_on = learnt.endings.going_on(self._tasks)
         # Those that have a turn to end first.
         self._busy = np.concatenate((self._rows[State.DECODE], self._queued))
-        task, group, turn = self._task, self._group, snapshot.turn.copy()
-        self._goes_on = going_on(task[self._busy], group[self._busy], turn[self._busy])
-        """Of `_busy`."""
-        self._comes = np.ones(len(snapshot))
-        self._comes[self._busy] = self._goes_on
-        turn[self._busy] += 1
-        self._then_goes_on = going_on(task, group, turn)
+        self._goes_on, self._then_goes_on = self._going_on()
+        """Chances that a tool follows: the present turn of `_busy`, and every trajectory's next one."""
 
     def forecast(self) -> Forecast:
         tools, tool_kernel, away = self._in_tools()
@@ -151,6 +145,15 @@ class Outlook:
             work=self._work(sources, queued_new, decoding, away),
         )
 
+    def _going_on(self) -> tuple[Floats, Floats]:
+        turn, busy = self._snapshot.turn, self._busy
+        by_turn, inclination = self._learnt.endings.going_on(self._tasks, int(turn.max(initial=0)) + 2)
+        inclined = inclination.take(self._group)
+        place = self._task * by_turn.shape[1] + turn
+        now = np.exp(by_turn.take(place.take(busy)) * inclined.take(busy))
+        place[busy] += 1
+        return now, np.exp(by_turn.take(place) * inclined)
+
     def _stages(self, sources: Sequence[Coming], queued_new: float, decoding: Decoding, tools: Floats) -> Stages:
         coming = np.sum([source.volume for source in sources], axis=0)
         new = np.sum([source.new for source in sources], axis=0)
@@ -177,19 +180,18 @@ class Outlook:
         rows, snapshot, learnt = self._rows[State.TOOL], self._snapshot, self._learnt
         names = snapshot.names.tools
         seconds = elapsed(snapshot, rows)
-        cells = Cells([self._task[rows], snapshot.tool[rows], bins_of(seconds)])
+        cells = Cells((self._task[rows], snapshot.tool[rows], bins_of(seconds)))
         reached = cells.means(seconds)
         weight = cells.sums(learnt.tools.weights(snapshot.since[rows], snapshot.time))
-        running = reached, weight, snapshot.time
-        any_tool = learnt.tools.curves(self._task_keys(), cells.columns[0], *running)
+        classes = Cells(cells.columns[:2])
+        pairs, which = [(self._tasks[task], names[tool]) for task, tool in classes.pairs()], classes.cell
+        levels = self._task_level(cells.columns[0]), Level(pairs, classes.columns[0], which)
+        any_tool, curves = learnt.tools.curves(levels, cells.columns[2], weight, snapshot.time)
         every = np.arange(len(self._tasks))
         kernel = any_tool.kernel(every, np.zeros(len(every)), np.full(len(every), self._grid.step), BINS)
         away = any_tool.within(every, AHEAD * self._horizon)
         if not len(rows):
             return self._nobody(), kernel, away
-        classes = Cells(cells.columns[:2])
-        pairs, which = [(self._tasks[task], names[tool]) for task, tool in classes.pairs()], classes.cell
-        curves = learnt.tools.curves(pairs, which, *running, (any_tool, classes.columns[0]))
         results = [learnt.lengths.appended(*pair) for pair in pairs]
         appended = np.array([0.0 if result is None else result.value for result in results])[which]
         count, context = cells.count, snapshot.tokens[rows].astype(np.float64)
@@ -203,18 +205,19 @@ class Outlook:
         snapshot, learnt = self._snapshot, self._learnt
         if not len(rows):
             return self._nobody()
-        images = snapshot.names.images
         seconds = elapsed(snapshot, rows)
-        cells = Cells([self._task[rows], snapshot.mode[rows], snapshot.image[rows], bins_of(seconds)])
+        # Without a sandbox, the mode is the first one and the image the last.
+        cells = Cells((self._task[rows], snapshot.mode[rows] + 1, snapshot.image[rows], bins_of(seconds)))
         reached = cells.means(seconds)
         classes = Cells(cells.columns[1:3])
-        keys = [
-            (MODES[mode] if mode >= 0 else "", images[image] if image >= 0 else "") for mode, image in classes.pairs()
-        ]
-        which = classes.cell
+        modes, images, which = ("", *MODES), (*snapshot.names.images, ""), classes.cell
+        levels = (
+            Level([(mode,) for mode in modes], np.zeros(len(modes), dtype=np.intp), cells.columns[1]),
+            Level([(modes[mode], images[image]) for mode, image in classes.pairs()], classes.columns[0], which),
+        )
         weight = cells.sums(learnt.starts.weights(snapshot.since[rows], snapshot.time))
         upto = float(reached.max()) + AHEAD * self._horizon
-        curves = learnt.starts.curves(keys, which, reached, weight, snapshot.time, upto=upto)
+        _, curves = learnt.starts.curves(levels, cells.columns[3], weight, snapshot.time, upto)
         known = snapshot.tokens[rows].astype(np.float64)
         expected = np.array([learnt.lengths.first(task) for task in self._tasks])
         prompts = np.where(known > 0, known, expected[self._task[rows]])
@@ -275,20 +278,22 @@ class Outlook:
         usual = learnt.groups.factors()[self._group]
         factors = usual[rows]
         made, pace = np.maximum(context - snapshot.start[rows], 0.0) / factors, speeds / factors
-        waits = (np.arange(len(rows)) >= len(decode)).astype(np.int64)
+        waits = np.arange(len(rows)) >= len(decode)
         buckets = load_buckets(snapshot.turn[rows] + 1)
-        paces = np.rint(SPEEDS * np.log2(np.maximum(pace, 2.0**-10))).astype(np.int64)
-        cells = Cells([self._task[rows], buckets, bins_of(made), paces, waits])
+        paces = np.rint(SPEEDS * np.log2(np.maximum(pace, 2.0**-10))).astype(np.intp)
+        cells = Cells((self._task[rows], buckets, bins_of(made), paces, waits))
         reached, step = cells.means(made), cells.means(pace) * grid.step
         weight = cells.sums(learnt.outputs.weights(snapshot.since[rows], snapshot.time))
-        running = reached, weight, snapshot.time
-        fresh = learnt.outputs.curves(self._task_keys(), cells.columns[0], *running)
+        classes = Cells(cells.columns[:2])
+        keys, which = [(self._tasks[task], bucket) for task, bucket in classes.pairs()], classes.cell
+        levels = self._task_level(cells.columns[0]), Level(keys, classes.columns[0], which)
+        fresh, curves = learnt.outputs.curves(levels, cells.columns[2], weight, snapshot.time)
         every, none = np.arange(len(self._tasks)), np.zeros(len(self._tasks))
         lengths = self._by_task(ALL, usual) / np.maximum(self._live, 1.0)
         kernel = fresh.kernel(every, none, mean_speed * grid.step / np.maximum(lengths, _TINY), BINS)
-        goes_on = self._by_task(ALL, self._comes * self._then_goes_on) / np.maximum(
-            self._by_task(ALL, self._comes), _TINY
-        )
+        comes = np.ones(len(snapshot))
+        comes[rows] = self._goes_on
+        goes_on = self._by_task(ALL, comes * self._then_goes_on) / np.maximum(self._by_task(ALL, comes), _TINY)
         later = Turns(kernel, goes_on, mean_speed)
         output = fresh.left(every, none) * lengths
         shape = (2, len(self._tasks), BINS)
@@ -296,9 +301,6 @@ class Outlook:
             return Decoding(
                 0.0, 0.0, 0.0, output, np.zeros(shape), np.zeros(shape), np.zeros((2, BINS)), 0.0, later, later
             )
-        classes = Cells(cells.columns[:2])
-        keys, which = [(self._tasks[task], bucket) for task, bucket in classes.pairs()], classes.cell
-        curves = learnt.outputs.curves(keys, which, *running, (fresh, classes.columns[0]))
         now, wait = np.flatnonzero(cells.columns[4] == 0), np.flatnonzero(cells.columns[4] == 1)
         stays = curves.stays(which[now], reached[now], step[now], np.arange(BINS + 1.0))
         count = cells.count
@@ -408,8 +410,9 @@ class Outlook:
 
     # Helpers.
 
-    def _task_keys(self) -> list[Key]:
-        return [(task,) for task in self._tasks]
+    def _task_level(self, task: NDArray[np.intp]) -> Level:
+        """The classes of all tasks, with operations of tasks `task`."""
+        return Level([(name,) for name in self._tasks], np.zeros(len(self._tasks), dtype=np.intp), task)
 
     def _by_task(self, rows: NDArray[np.intp] | slice, values: NDArray[np.number] | None = None) -> Floats:
         """[task]: the sum of the rows' values, or their number."""
