@@ -24,7 +24,7 @@ class Cells:
         """Of each row."""
         some = np.empty(int(self.cell.max(initial=-1)) + 1, dtype=np.intp)
         some[self.cell] = np.arange(len(code))
-        self.columns: NDArray[np.intp] = rows[:, some]
+        self.columns: NDArray[np.intp] = rows.take(some, axis=1)
         """[column, cell]; the cells are in the order of their columns, the first one foremost."""
 
     def __len__(self) -> int:

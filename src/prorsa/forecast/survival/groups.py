@@ -179,11 +179,13 @@ class Endings:
         For the first `turns` turns of each task; it is 1 for a task of which no turn has ended.
         """
         counts = [self._tasks.get(name, _NOTHING) for name in tasks]
-        ended, last = np.array([one.turns for one in counts]), np.array([one.last for one in counts])
+        places = _places(np.arange(turns))
+        ended, last = (
+            np.array(column)[:, places] for column in zip(*((one.turns, one.last) for one in counts), strict=True)
+        )
         shrink = SHRINK * np.array([one.overall for one in counts])
         logarithms = np.log1p(-np.minimum((last + shrink[:, None]) / (ended + SHRINK), MOST))
-        inclination = (FRAILTY + np.array(self._ended)) / (FRAILTY + np.array(self._expected))
-        return logarithms.take(_places(np.arange(turns)), axis=1), inclination
+        return logarithms, (FRAILTY + np.array(self._ended)) / (FRAILTY + np.array(self._expected))
 
 
 def _place(turn: int) -> int:

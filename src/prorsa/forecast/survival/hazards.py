@@ -32,8 +32,9 @@ OCTAVE = 4
 """Bins in which a value doubles."""
 LEAST = -7
 """The first bin ends just above 2 ** LEAST and holds everything below."""
-BINS = 100
-"""The last one ends at 2 ** 18: three days, or a quarter of a million tokens."""
+MOST = 18
+"""The last one ends at 2 ** MOST: three days, or a quarter of a million tokens."""
+BINS = OCTAVE * (MOST - LEAST)
 EDGES: Floats = 2.0 ** (LEAST + np.arange(BINS + 1) / OCTAVE)
 EDGES[0] = 0.0
 HALF_LIFE = 1800.0
@@ -45,7 +46,7 @@ SHRINK = 8.0
 PRIOR = 1.0
 """The same for the widest class and the scale-free prior."""
 PRIOR_HAZARD = 1.0 - 2.0 ** (-2.0 / OCTAVE)
-BLOCK = 256
+BLOCK = 512
 """Operations that are worked out in one go: what that takes stays in a fast cache, and on pages that are there already."""
 
 
@@ -150,13 +151,16 @@ class Curves:
     @classmethod
     def of(cls, hazards: Floats) -> Curves:
         """Of hazards [key, bin]."""
-        survival = np.ones((len(hazards), hazards.shape[1] + 1))
+        survival = np.empty((len(hazards), hazards.shape[1] + 1))
+        survival[:, 0] = 1.0
         np.subtract(1.0, hazards, out=survival[:, 1:])
         np.multiply.accumulate(survival, axis=1, out=survival)
         # Beyond the last edge it stays what it is.
-        slopes = np.zeros_like(survival)
+        slopes = np.empty_like(survival)
         np.subtract(survival[:, 1:], survival[:, :-1], out=slopes[:, :-1])
-        return cls(survival, survival - slopes * _NUMBERS[: slopes.shape[1]], slopes)
+        slopes[:, -1] = 0.0
+        heights = slopes * _NUMBERS[: slopes.shape[1]]
+        return cls(survival, np.subtract(survival, heights, out=heights), slopes)
 
     def part(self, first: int, last: int) -> Curves:
         """Those of the keys from `first` on and before `last`."""
@@ -164,27 +168,34 @@ class Curves:
 
     def beyond(self, which: Indices, value: Floats) -> Floats:
         """Pr(value > x) for x = `value`; the curve of row i is that of key `which[i]`, columns are further values."""
-        beyond = _places(value)
-        edge = beyond.astype(np.intp)
+        return self._at(which, _places(value))
+
+    def _at(self, which: Indices, places: Floats) -> Floats:
+        """`beyond` of `places`, which become it."""
+        beyond, edge = places, places.astype(np.intp)
         start = which * self._survival.shape[1]
-        edge += start if value.ndim == 1 else start[:, None]
+        edge += start if edge.ndim == 1 else start[:, None]
         beyond *= self._slopes.take(edge)
         beyond += self._heights.take(edge)
         return beyond
 
-    def stays(self, which: Indices, reached: Floats, step: Floats, at: Floats) -> Floats:
-        """[operation, k]: Pr(value > `reached` + `at[k]` * `step` | it got to `reached`). `at` begins with 0."""
-        stays = np.empty((len(which), len(at)))
+    def stays(self, which: Indices, reached: Floats, ahead: Floats) -> Floats:
+        """[operation, k]: Pr(value > `reached` + `ahead` | it got to `reached`).
+
+        `ahead` [operation or 1, k] begins with 0.
+        """
+        stays = np.empty((len(which), ahead.shape[1]))
         for first in range(0, len(which), BLOCK):
             some = slice(first, first + BLOCK)
-            beyond = self.beyond(which[some], reached[some, None] + step[some, None] * at)
+            value = reached[some, None] + (ahead if len(ahead) == 1 else ahead[some])
+            beyond = self._at(which[some], _places(value, out=value))
             # Where hardly any gets to `reached`, it goes on for ever.
             np.multiply(beyond, 1.0 / np.maximum(beyond[:, :1], _TINY), out=stays[some])
         return stays
 
     def kernel(self, which: Indices, reached: Floats, step: Floats, steps: int) -> Floats:
         """[operation, j]: those that start at any moment of a `step` and get to `reached` end j steps later."""
-        stays = self.stays(which, reached, step, np.maximum(np.arange(steps + 1) - 0.5, 0.0))
+        stays = self.stays(which, reached, step[:, None] * np.maximum(np.arange(steps + 1) - 0.5, 0.0))
         return stays[:, :-1] - stays[:, 1:]
 
     def within(self, which: Indices, limit: float) -> tuple[Floats, Floats]:
@@ -212,8 +223,10 @@ class Curves:
     def _area(self, which: Indices, value: Floats, beyond: Floats) -> Floats:
         """The area under the curves from `value` on, where they are `beyond`."""
         edge = bins_of(value) + 1
-        rest = (EDGES[edge] - value) * (beyond + self._survival[which, edge]) / 2
-        area: Floats = np.maximum(rest, 0.0) + self._areas[which, edge]
+        rest = EDGES.take(edge) - value
+        edge += which * self._survival.shape[1]
+        rest *= (beyond + self._survival.take(edge)) / 2
+        area: Floats = np.maximum(rest, 0.0) + self._areas.take(edge)
         return area
 
 
@@ -228,9 +241,9 @@ def bins_of(value: Floats) -> Indices:
     return np.minimum(_places(value), BINS - 1).astype(np.intp)
 
 
-def _places(value: Floats) -> Floats:
+def _places(value: Floats, out: Floats | None = None) -> Floats:
     """How many bins below the values there are, with the part of their own: 0 to `BINS`."""
-    places: Floats = np.clip(value, 2.0**LEAST, EDGES[BINS])
+    places: Floats = np.clip(value, 2.0**LEAST, 2.0**MOST, out=out)
     np.log2(places, out=places)
     places -= LEAST
     places *= OCTAVE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -27,8 +27,8 @@ PART = int(AHEAD * BINS) // SLICES
 """Bins in one of the `SLICES` of the time ahead; a horizon is some of these."""
 AT: Floats = np.append(np.arange(BINS + 1.0), np.arange(BINS + PART, AHEAD * BINS + 1.0, PART))
 """Where bins and slices end, in bins."""
-LAUNCH_TIMES = 2
-"""The sampler's launches are worked out at so many moments of a horizon."""
+LAUNCH_TIMES: Floats = np.append((0.0, 0.5), np.arange(1.0, AHEAD + 0.1, AHEAD / SLICES))
+"""When the sampler's launches are worked out, in horizons: now, in its middle, and from its end on where slices end."""
 SPEEDS = 8
 """Classes of decode speed in which it doubles."""
 ALL = slice(None)
@@ -109,15 +109,20 @@ class Outlook:
         decoding = self._decoding()
         returning = self._returning(decoding, tool_kernel)
         sources = (launched, starting, tools, returning)
+        coming = Coming(
+            np.add.reduce([source.volume for source in sources]),
+            np.add.reduce([source.new for source in sources]),
+            np.add.reduce([source.slices for source in sources]),
+        )
         queued_new = self._learnt.contexts.queue_uncached()
-        stages = self._stages(sources, queued_new, decoding, tool_kernel)
+        stages = self._stages(coming, queued_new, decoding, tool_kernel)
         passed = pass_through(stages)
         tokens = self._snapshot.tokens
         ready, inflight = (float(tokens[self._rows[state]].sum()) for state in (State.READY, State.PREFILL))
         parts = [float(source.volume[TOKENS].sum()) for source in sources]
         parts[3] += float(passed.later[TOKENS].sum())
-        admitted = [volume.sum(axis=(1, 2)) for volume in (passed.admitted_queued, passed.admitted_new)]
-        kv = self._kv(decoding.stays + passed.decoding)
+        admitted = np.array([volume.sum(axis=(1, 2)) for volume in (passed.admitted_queued, passed.admitted_new)]).T
+        kv = self._footprint(decoding.stays + passed.decoding)
         later_new = passed.later[REQUESTS].sum(axis=1) @ (self._appended + SEED)
         squares = self._mean_square()
         return Forecast(
@@ -130,19 +135,19 @@ class Outlook:
             inflight=inflight,
             bias=1.0,
             prefill_tokens=ready + inflight + sum(parts),
-            admitted_tokens=float(admitted[0][TOKENS] + admitted[1][TOKENS]),
-            admitted_kv=sum(self._footprint(*volume.tolist()) for volume in admitted),
+            admitted_tokens=float(admitted[TOKENS].sum()),
+            admitted_kv=float(self._footprint(admitted).sum()),
             decode_kv=float(self._kv_footprint(tokens[self._rows[State.DECODE]].astype(np.float64)).sum()),
             from_decode=parts[3],
-            admitted_backlog=float(admitted[0][TOKENS]),
-            uncached_tokens=queued_new + sum(float(source.new.sum()) for source in sources) + float(later_new),
+            admitted_backlog=float(admitted[TOKENS, 0]),
+            uncached_tokens=queued_new + float(coming.new.sum() + later_new),
             prefill_sd=float(np.sqrt(squares * sum(parts))),
             completed_turns=float(decoding.ends[REQUESTS].sum() + passed.ended[REQUESTS].sum()),
             kv_now=decoding.kv,
             kv_end=float(kv[-1]),
             kv_peak=max(decoding.kv, float(kv.max())),
             kv_sd=float(np.sqrt(decoding.spread + squares * passed.decoding[TOKENS, -1])),
-            work=self._work(sources, queued_new, decoding, away),
+            work=self._work(coming, queued_new, decoding, away),
         )
 
     def _going_on(self) -> tuple[Floats, Floats]:
@@ -150,19 +155,17 @@ class Outlook:
         by_turn, inclination = self._learnt.endings.going_on(self._tasks, int(turn.max(initial=0)) + 2)
         inclined = inclination.take(self._group)
         place = self._task * by_turn.shape[1] + turn
-        now = np.exp(by_turn.take(place.take(busy)) * inclined.take(busy))
-        place[busy] += 1
-        return now, np.exp(by_turn.take(place) * inclined)
+        present = place.take(busy)
+        place[busy] = present + 1
+        return np.exp(by_turn.take(present) * inclined.take(busy)), np.exp(by_turn.take(place) * inclined)
 
-    def _stages(self, sources: Sequence[Coming], queued_new: float, decoding: Decoding, tools: Floats) -> Stages:
-        coming = np.sum([source.volume for source in sources], axis=0)
-        new = np.sum([source.new for source in sources], axis=0)
+    def _stages(self, coming: Coming, queued_new: float, decoding: Decoding, tools: Floats) -> Stages:
         rows = self._queued
         work = self._fixed * len(rows) + self._slope * queued_new
         return Stages(
             grid=self._grid,
-            coming=coming,
-            coming_work=self._fixed * coming[REQUESTS].sum(axis=0) + self._slope * new,
+            coming=coming.volume,
+            coming_work=self._fixed * coming.volume[REQUESTS].sum(axis=0) + self._slope * coming.new,
             queued=Queue(np.array([self._by_task(rows), self._by_task(rows, self._snapshot.tokens[rows])]), work),
             queued_turns=decoding.queued,
             turns=decoding.later,
@@ -197,8 +200,8 @@ class Outlook:
         count, context = cells.count, snapshot.tokens[rows].astype(np.float64)
         lost = snapshot.since[rows] <= learnt.contexts.lost_at
         new = cells.sums(np.where(lost, context, SEED)) + count * appended
-        volume = np.array([count, cells.sums(context) + count * appended])
-        return self._coming(cells.columns[0], curves, which, reached, volume, new), kernel, away
+        weights = np.array([count, cells.sums(context) + count * appended, new])
+        return self._coming(cells.columns[0], curves, which, reached, weights), kernel, away
 
     def _starting(self) -> Coming:
         rows = np.concatenate((self._rows[State.SAMPLED], self._rows[State.SANDBOX_STARTING]))
@@ -225,45 +228,35 @@ class Outlook:
         cached = learnt.contexts.have_prompts()[self._group[rows]]
         # Of a group whose prompt nobody has computed yet, one member does.
         new = np.where(cached, SEED, prompts / np.bincount(group)[group])
-        volume = np.array([cells.count, cells.sums(prompts)])
-        return self._coming(cells.columns[0], curves, which, reached, volume, cells.sums(new))
+        weights = np.array([cells.count, cells.sums(prompts), cells.sums(new)])
+        return self._coming(cells.columns[0], curves, which, reached, weights)
 
     def _launched(self) -> Coming:
         launches = self._learnt.launches
         if launches.injection is None:
             return self._nobody()
-        ahead = AHEAD * self._horizon
-        near = np.linspace(0.0, self._horizon, LAUNCH_TIMES, endpoint=False)
-        times = np.concatenate((near, np.arange(SLICES // AHEAD, SLICES + 1.0) * ahead / SLICES))[1:]
-        total = launches.within(self._snapshot, self._rows[State.REWARD], times)
-
-        def added(edges: Floats) -> Floats:
-            arrive = np.maximum(edges - launches.dispatch_delay, 0.0)
-            steps: Floats = np.diff(np.interp(arrive, np.append(0.0, times), np.append(0.0, total)))
-            return steps
-
-        requests = added(np.arange(BINS + 1.0) * self._grid.step)
+        times, total = self._horizon * LAUNCH_TIMES, np.zeros(len(LAUNCH_TIMES))
+        total[1:] = launches.within(self._snapshot, self._rows[State.REWARD], times[1:])
+        arrive = np.maximum(self._grid.step * AT - launches.dispatch_delay, 0.0)
+        arrived = np.interp(arrive, times, total)
+        each = arrived[1:] - arrived[:-1]
+        requests = each[:BINS]
         volume = np.zeros((2, len(self._tasks), BINS))
         # Of which task is not known: the most frequent one stands for all.
-        task = int(np.argmax(self._live))
-        volume[:, task] = requests, requests * self._learnt.lengths.first()
-        return Coming(volume, requests * self._learnt.first_new.value, added(np.arange(SLICES + 1.0) * ahead / SLICES))
+        volume[:, self._live.argmax()] = requests, requests * self._learnt.lengths.first()
+        return Coming(volume, requests * self._learnt.first_new.value, _slices(each))
 
     def _coming(
-        self,
-        task: NDArray[np.intp],
-        curves: Curves,
-        which: NDArray[np.intp],
-        reached: Floats,
-        volume: Floats,
-        new: Floats,
+        self, task: NDArray[np.intp], curves: Curves, which: NDArray[np.intp], reached: Floats, weights: Floats
     ) -> Coming:
-        """Of cells with `volume` [2, cell], in the order of their tasks, which go on as `curves` say."""
-        stays = curves.stays(which, reached, np.full(len(task), self._grid.step), AT)
-        through = -np.diff(self._through(task, volume, stays))
-        requests = through[REQUESTS].sum(axis=0)
-        slices = np.concatenate((requests[:BINS].reshape(-1, PART).sum(axis=1), requests[BINS:]))
-        return Coming(through[:, :, :BINS], -np.diff(new @ stays)[:BINS], slices)
+        """Of cells in the order of their tasks, which go on as `curves` say.
+
+        `weights` [3, cell] are their requests and tokens, and how many of these have to be computed.
+        """
+        stays = curves.stays(which, reached, self._grid.step * AT[None])
+        through = _falls(self._through(task, weights, stays))
+        volume = through[:2, :, :BINS]
+        return Coming(volume, through[2, :, :BINS].sum(axis=0), _slices(through[REQUESTS].sum(axis=0)))
 
     def _nobody(self) -> Coming:
         return Coming(np.zeros((2, len(self._tasks), BINS)), np.zeros(BINS), np.zeros(SLICES))
@@ -293,8 +286,8 @@ class Outlook:
         kernel = fresh.kernel(every, none, mean_speed * grid.step / np.maximum(lengths, _TINY), BINS)
         comes = np.ones(len(snapshot))
         comes[rows] = self._goes_on
-        goes_on = self._by_task(ALL, comes * self._then_goes_on) / np.maximum(self._by_task(ALL, comes), _TINY)
-        later = Turns(kernel, goes_on, mean_speed)
+        again = self._by_task(ALL, comes * self._then_goes_on) / np.maximum(self._by_task(ALL, comes), _TINY)
+        later = Turns(kernel, again, mean_speed)
         output = fresh.left(every, none) * lengths
         shape = (2, len(self._tasks), BINS)
         if not len(rows):
@@ -302,16 +295,15 @@ class Outlook:
                 0.0, 0.0, 0.0, output, np.zeros(shape), np.zeros(shape), np.zeros((2, BINS)), 0.0, later, later
             )
         now, wait = np.flatnonzero(cells.columns[4] == 0), np.flatnonzero(cells.columns[4] == 1)
-        stays = curves.stays(which[now], reached[now], step[now], np.arange(BINS + 1.0))
+        stays = curves.stays(which[now], reached[now], step[now, None] * AT[: BINS + 1])
         count = cells.count
-        everyone = np.array([count[now], cells.sums(context)[now], cells.sums(speeds)[now]])
-        going_on = [
-            cells.sums(share)[now] for share in (self._goes_on, self._goes_on * context, self._goes_on * speeds)
-        ]
-        through = self._through(cells.columns[0][now], np.concatenate((everyone, going_on)), stays)
+        # Of everyone, and of those that go on.
+        goes_on = self._goes_on
+        sums = [cells.sums(part) for part in (context, speeds, goes_on, goes_on * context, goes_on * speeds)]
+        through = self._through(cells.columns[0, now], np.array([count, *sums]).take(now, axis=1), stays)
         still = through[:3, :, 1:].sum(axis=1)
         still[TOKENS] += still[2] * grid.middles
-        ends = -np.diff(through).reshape(2, 3, len(self._tasks), BINS)
+        ends = _falls(through).reshape(2, 3, len(self._tasks), BINS)
         ends[:, TOKENS] += ends[:, 2] * grid.middles
         left = curves.left(which, reached) * cells.means(factors)
         waiting = curves.kernel(which[wait], reached[wait], step[wait], BINS)
@@ -355,28 +347,23 @@ class Outlook:
 
     # What comes of it.
 
-    def _kv(self, decoding: Floats) -> Floats:
-        """KV-cache footprint of [2, bin]."""
-        return np.array([self._footprint(*point) for point in decoding.T.tolist()])
-
-    def _footprint(self, requests: float, tokens: float) -> float:
-        if requests <= 0.0:
-            return 0.0
-        return requests * float(self._kv_footprint(np.array([tokens / requests]))[0])
+    def _footprint(self, volume: Floats) -> Floats:
+        """KV-cache footprint of each column of [2, ...]."""
+        requests = np.maximum(volume[REQUESTS], _TINY)
+        footprint: Floats = requests * self._kv_footprint(volume[TOKENS] / requests)
+        return footprint
 
     def _mean_square(self) -> float:
         """Of a token, the length of the context that it is in: the variance of a random number of them, over its mean."""
         tokens = self._snapshot.tokens.astype(np.float64)
         return float(tokens @ tokens / max(tokens.sum(), 1.0))
 
-    def _work(
-        self, sources: Sequence[Coming], queued_new: float, decoding: Decoding, away: tuple[Floats, Floats]
-    ) -> Work:
+    def _work(self, coming: Coming, queued_new: float, decoding: Decoding, away: tuple[Floats, Floats]) -> Work:
         prefills = self._learnt.prefills
         queued, number = len(self._queued), len(self._rows[State.DECODE])
         queued_tokens = float(self._snapshot.tokens[self._queued].sum())
-        requests, tokens = np.sum([source.volume.sum(axis=(1, 2)) for source in sources], axis=0).tolist()
-        new = float(sum(source.new.sum() for source in sources)) / requests if requests > 0.0 else 0.0
+        requests, tokens = coming.volume.sum(axis=(1, 2)).tolist()
+        new = float(coming.new.sum()) / requests if requests > 0.0 else 0.0
         mix = self._live / max(len(self._snapshot), 1)
         chance, seconds = away
         again = mix * decoding.later.goes_on * chance
@@ -390,7 +377,7 @@ class Outlook:
                 speed * self._horizon, float(decoding.stays[REQUESTS, -1]) / max(number, 1), decoding.left
             ),
             decoding_context=decoding.context / max(number, 1),
-            returns=tuple(np.sum([source.slices for source in sources], axis=0).tolist()),
+            returns=tuple(coming.slices.tolist()),
             ahead=AHEAD * self._horizon,
             turn_new=new,
             turn_prefix=max(tokens / requests - new, 0.0) if requests > 0.0 else 0.0,
@@ -430,6 +417,17 @@ class Outlook:
         for code, (first, last) in enumerate(pairwise(bounds)):
             np.matmul(weights[:, first:last], parts[first:last], out=through[:, code])
         return through
+
+
+def _falls(values: Floats) -> Floats:
+    """By how much they fall from one column to the next."""
+    falls: Floats = values[..., :-1] - values[..., 1:]
+    return falls
+
+
+def _slices(requests: Floats) -> Floats:
+    """[slice] of what is between two of `AT`."""
+    return np.append(requests[:BINS].reshape(-1, PART).sum(axis=1), requests[BINS:])
 
 
 def _memoryless(made: float, stay: float, mean: float) -> float:
