@@ -53,3 +53,14 @@ def test_the_chance_of_the_last_turn_is_calibrated_in_every_group():
     plain = np.array([came[said[:, 1] == turn].mean() for turn in said[:, 1]])
     plain = np.clip(plain, 1e-6, 1 - 1e-6)
     assert likelihood > np.log(np.where(came, plain, 1 - plain)).sum()
+
+
+def test_where_every_first_turn_is_the_last_no_second_one_is_expected():
+    groups = Groups()
+    groups.cover(64)
+    endings = Endings(groups)
+    for group in range(64):
+        for _ in range(16):
+            endings.add("task", group, 0, True)
+    logarithms, inclination = endings.going_on(["task"], 1)
+    assert np.exp(logarithms[0, 0] * inclination).max() < 0.02

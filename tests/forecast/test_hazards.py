@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from prorsa.forecast.survival.hazards import HALF_LIFE, Hazards, Level, bin_of
+from prorsa.forecast.survival.hazards import HALF_LIFE, Hazards, Level
 
 FIRST = np.zeros(1, dtype=np.intp)
 
@@ -16,7 +16,7 @@ def curves_of(hazards, keys, time, running=()):
     which = np.zeros(len(reached), dtype=np.intp)
     levels = [Level([keys[0][:length]], FIRST, which) for length in range(1, len(keys[0]))]
     levels.append(Level(keys, np.zeros(len(keys), dtype=np.intp), which))
-    return hazards.curves(levels, np.array([bin_of(value) for value in reached], dtype=np.intp), weight, time)[-1]
+    return hazards.curves(levels, reached, weight, time)[-1]
 
 
 def beyond(curves, value):
@@ -61,6 +61,17 @@ def test_without_any_sample_a_value_is_expected_to_get_twice_as_far():
     curves = curves_of(Hazards(), [("task",)], 0.0)
     assert beyond(curves, 8.0) / beyond(curves, 4.0) == pytest.approx(0.25)
     assert curves.left(FIRST, np.array([10.0]))[0] == pytest.approx(10.0, rel=0.1)
+
+
+def test_what_has_got_further_than_anything_yet_goes_on_as_it_did():
+    # Of 10,000 that began together and have got to 8, a tenth has ended in each quarter of an octave since 4.
+    hazards, left = Hazards(), 10_000.0
+    for quarter in range(4):
+        for _ in range(round(left / 10)):
+            hazards.add(("task",), 4.0 * 2.0 ** ((quarter + 0.5) / 4), 0.0)
+        left *= 0.9
+    curves = curves_of(hazards, [("task",)], 0.0, [(8.0 - 1e-9, left)])
+    assert beyond(curves, 16.0) / beyond(curves, 8.0) == pytest.approx(0.9**4, abs=0.02)
 
 
 def test_what_never_ends_stays():

@@ -164,14 +164,19 @@ class Endings:
             counts = self._tasks[task] = _Task()
         ended, expected = self._ended[group], self._expected[group]
         inclination = (FRAILTY + ended) / (FRAILTY + expected)
-        place = _place(turn)
-        counts.turns[place] += inclination
         counts.all_turns += 1.0
+        place = _place(turn)
+        chance = counts.chance(place)
+        hazard = -math.log1p(-chance)
+        # The end was that many times as likely as in other groups: z times where it seldom comes, once where it always does.
+        counts.turns[place] += -math.expm1(-inclination * hazard) / chance
         if last:
             counts.last[place] += 1.0
             counts.all_last += 1.0
         self._ended[group] = ended + last
-        self._expected[group] = expected - math.log1p(-counts.chance(place))
+        # What an end says of z, whose chance is 1 - exp(-z * hazard): near 1, as much as one end with half of the hazard to be
+        # expected where that is small, and with one where it was sure.
+        self._expected[group] = expected + (1.0 - hazard / math.expm1(hazard) if last else hazard)
 
     def going_on(self, tasks: Sequence[str], turns: int) -> tuple[Floats, Floats]:
         """([task, turn], [group]): the chance that a turn is not the last is exp(the first * the second).

@@ -3,7 +3,8 @@
 Values (seconds or tokens) are counted in logarithmic bins, by class. What still runs counts too, as far as it has got: a
 class of which mostly the short ones have ended is not taken to be short (the product-limit estimate of Kaplan and Meier). In
 each bin a class is shrunk towards the class around it, in proportion to how few of its values get that far, and the widest
-class towards a prior that is free of scale: what has got somewhere is expected to get twice as far.
+class towards what it is in the octave before, so that what has got further than anything yet goes on as it did. Where nothing
+is known, a prior that is free of scale has it that what has got somewhere gets twice as far.
 
 What began longer ago counts less, by the time of its beginning and not of its end: in a window of ends, the long ones are too
 many while the number of operations shrinks, and beside what still runs they count twice.
@@ -89,11 +90,11 @@ class Hazards:
         return weights
 
     def curves(
-        self, levels: Sequence[Level], bins: Indices, weight: Floats, time: float, upto: float = math.inf
+        self, levels: Sequence[Level], reached: Floats, weight: Floats, time: float, upto: float = math.inf
     ) -> list[Curves]:
         """The survival curves of each level's classes at `time`, each level in the one before it, the first in that of `()`.
 
-        Operations that count `weight[i]` still run and have got as far as bin `bins[i]`. Of values beyond `upto`, and of what
+        Operations that count `weight[i]` still run and have got as far as `reached[i]`. Of values beyond `upto`, and of what
         is `left`, the curves may not be asked where it is given: there are none.
         """
         width = bin_of(upto) + 1
@@ -106,12 +107,14 @@ class Hazards:
         ended = np.frombuffer(self._ended).reshape(-1, BINS + 1).take(rows, axis=0)
         longer = ended[:, width:].sum(axis=1, keepdims=True)
         ended = ended[:, :width]
-        running = _counted(levels, firsts, bins, now * weight, width)
-        risk = _at_risk(ended, running, longer)
-        risk[0] += now * PRIOR
+        # What runs has been at risk for the part of its bin that lies behind it.
+        bins, parts = np.divmod(np.minimum(_places(reached), width - _TINY), 1.0)
+        weight = now * weight
+        running, ahead = _counted(levels, firsts, bins.astype(np.intp), (weight, weight * (1.0 - parts)), width)
+        risk = _tails(ended + running) - ahead + longer
+        hazards = np.empty_like(ended)
+        hazards[0] = _widest(ended[0], risk[0], now * PRIOR)
         risk[1:] += now * SHRINK
-        hazards = ended + now * (PRIOR * PRIOR_HAZARD)
-        hazards[0] /= risk[0]
         around = 0
         for level, first in zip(levels, firsts, strict=False):
             own = slice(first, first + len(level.keys))
@@ -250,21 +253,31 @@ def _places(value: Floats, out: Floats | None = None) -> Floats:
     return places
 
 
-def _counted(levels: Sequence[Level], firsts: Sequence[int], bins: Indices, weight: Floats, width: int) -> Floats:
-    """[class, bin]: what runs, in its classes of all levels."""
-    cells = [bins, *((level.which + first) * width + bins for level, first in zip(levels, firsts, strict=False))]
-    counted = np.bincount(np.concatenate(cells), np.concatenate([weight] * len(cells)), firsts[-1] * width)
-    return counted.reshape(-1, width).astype(np.float64, copy=False)
+def _counted(
+    levels: Sequence[Level], firsts: Sequence[int], bins: Indices, weights: Sequence[Floats], width: int
+) -> list[Floats]:
+    """[class, bin] of each of the `weights`: the sum over what runs, in its classes of all levels."""
+    cells = np.concatenate(
+        [bins, *((level.which + first) * width + bins for level, first in zip(levels, firsts, strict=False))]
+    )
+    return [
+        np.bincount(cells, np.tile(weight, len(levels) + 1), firsts[-1] * width).reshape(-1, width).astype(np.float64)
+        for weight in weights
+    ]
 
 
-def _at_risk(ended: Floats, running: Floats, longer: Floats) -> Floats:
-    """[class, bin] from what ended and what runs in each bin; `longer` [class, 1] got beyond the last one."""
-    risk = _tails(ended + running)
-    # Those that run in the bin have been at risk for half of it.
-    running *= 0.5
-    risk -= running
-    risk += longer
-    return risk
+def _widest(ended: Floats, risk: Floats, prior: float) -> Floats:
+    """The hazards [bin] of the widest class: where nothing has got to yet, things go on as in the octave before."""
+    before = (_octave_before(ended) + prior * PRIOR_HAZARD) / (_octave_before(risk) + prior)
+    hazards: Floats = (ended + prior * before) / (risk + prior)
+    return hazards
+
+
+def _octave_before(values: Floats) -> Floats:
+    """[bin]: the sum of the values in the octave before each bin."""
+    sums = np.zeros_like(values)
+    np.add.accumulate(values[:-1], out=sums[1:])
+    return np.append(sums[:OCTAVE], sums[OCTAVE:] - sums[:-OCTAVE])
 
 
 def _tails(values: Floats) -> Floats:

@@ -151,6 +151,9 @@ class Learnt:
             return
         output = max(tokens - self.contexts.start(name), 1)
         usual = self.groups.add(task, group, output)
+        if transition.turn == 0:
+            # A group's first turns go on beside each other: those that have ended are the short ones, and say nothing yet.
+            usual = 1.0
         self.outputs.add((task, load_bucket(transition.turn + 1)), output / usual, began)
         self.endings.add(task, group, transition.turn, transition.after is State.REWARD)
         made = max(tokens - self.contexts.cached(name), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -189,7 +190,7 @@ class Outlook:
         classes = Cells(cells.columns[:2])
         pairs, which = [(self._tasks[task], names[tool]) for task, tool in classes.pairs()], classes.cell
         levels = self._task_level(cells.columns[0]), Level(pairs, classes.columns[0], which)
-        any_tool, curves = learnt.tools.curves(levels, cells.columns[2], weight, snapshot.time)
+        any_tool, curves = learnt.tools.curves(levels, reached, weight, snapshot.time)
         every = np.arange(len(self._tasks))
         kernel = any_tool.kernel(every, np.zeros(len(every)), np.full(len(every), self._grid.step), BINS)
         away = any_tool.within(every, AHEAD * self._horizon)
@@ -220,7 +221,7 @@ class Outlook:
         )
         weight = cells.sums(learnt.starts.weights(snapshot.since[rows], snapshot.time))
         upto = float(reached.max()) + AHEAD * self._horizon
-        _, curves = learnt.starts.curves(levels, cells.columns[3], weight, snapshot.time, upto)
+        _, curves = learnt.starts.curves(levels, reached, weight, snapshot.time, upto)
         known = snapshot.tokens[rows].astype(np.float64)
         expected = np.array([learnt.lengths.first(task) for task in self._tasks])
         prompts = np.where(known > 0, known, expected[self._task[rows]])
@@ -269,7 +270,8 @@ class Outlook:
         rows = self._busy
         context, speeds, mean_speed = self._contexts(decode, rows)
         usual = learnt.groups.factors()[self._group]
-        factors = usual[rows]
+        # See `Learnt` for why not of a first turn.
+        factors = np.where(snapshot.turn[rows] > 0, usual[rows], 1.0)
         made, pace = np.maximum(context - snapshot.start[rows], 0.0) / factors, speeds / factors
         waits = np.arange(len(rows)) >= len(decode)
         buckets = load_buckets(snapshot.turn[rows] + 1)
@@ -280,7 +282,7 @@ class Outlook:
         classes = Cells(cells.columns[:2])
         keys, which = [(self._tasks[task], bucket) for task, bucket in classes.pairs()], classes.cell
         levels = self._task_level(cells.columns[0]), Level(keys, classes.columns[0], which)
-        fresh, curves = learnt.outputs.curves(levels, cells.columns[2], weight, snapshot.time)
+        fresh, curves = learnt.outputs.curves(levels, reached, weight, snapshot.time)
         every, none = np.arange(len(self._tasks)), np.zeros(len(self._tasks))
         lengths = self._by_task(ALL, usual) / np.maximum(self._live, 1.0)
         kernel = fresh.kernel(every, none, mean_speed * grid.step / np.maximum(lengths, _TINY), BINS)
@@ -368,24 +370,21 @@ class Outlook:
         chance, seconds = away
         again = mix * decoding.later.goes_on * chance
         speed = decoding.later.speed
+        made = speed * self._horizon
+        turn_ends = _ends(made, float(mix @ (1.0 - decoding.later.ends.sum(axis=1))))
         return Work(
             queued=queued,
             queued_new=queued_new / max(queued, 1),
             queued_prefix=(queued_tokens - queued_new) / max(queued, 1),
             decoding=number,
-            decoding_left=_memoryless(
-                speed * self._horizon, float(decoding.stays[REQUESTS, -1]) / max(number, 1), decoding.left
-            ),
+            decoding_left=decoding.left,
+            decoding_ends=_ends(made, float(decoding.stays[REQUESTS, -1]) / max(number, 1)),
             decoding_context=decoding.context / max(number, 1),
             returns=tuple(coming.slices.tolist()),
             ahead=AHEAD * self._horizon,
             turn_new=new,
             turn_prefix=max(tokens / requests - new, 0.0) if requests > 0.0 else 0.0,
-            turn_output=_memoryless(
-                speed * self._horizon,
-                float(mix @ (1.0 - decoding.later.ends.sum(axis=1))),
-                float(mix @ decoding.output),
-            ),
+            turn_output=min(1.0 / max(turn_ends, _TINY), float(mix @ decoding.output)),
             again=float(again.sum()),
             away=float(again @ seconds / again.sum()) if again.sum() > 0.0 else 0.0,
             token_s=1.0 / speed if speed > 0.0 else 0.0,
@@ -430,9 +429,9 @@ def _slices(requests: Floats) -> Floats:
     return np.append(requests[:BINS].reshape(-1, PART).sum(axis=1), requests[BINS:])
 
 
-def _memoryless(made: float, stay: float, mean: float) -> float:
-    """Tokens left of memoryless turns of which the part `stay` has not ended after `made` tokens; `mean` at most."""
-    return min(made / -np.log(stay), mean) if 0.0 < stay < 1.0 else mean
+def _ends(made: float, stay: float) -> float:
+    """The part of memoryless turns that ends with a token, where the part `stay` has not ended after `made` tokens."""
+    return -math.log(min(max(stay, _TINY), 1.0)) / made if made > 0.0 else 0.0
 
 
 def _by_state(state: NDArray[np.int8]) -> dict[State, NDArray[np.intp]]:
