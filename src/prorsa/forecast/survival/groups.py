@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -179,7 +180,7 @@ class Endings:
         For the first `turns` turns of each task; it is 1 for a task of which no turn has ended.
         """
         counts = [self._tasks.get(name, _NOTHING) for name in tasks]
-        places = _places(np.arange(turns))
+        places = _places(turns)
         ended, last = (
             np.array(column)[:, places] for column in zip(*((one.turns, one.last) for one in counts), strict=True)
         )
@@ -192,7 +193,7 @@ def _place(turn: int) -> int:
     return turn if turn < EXACT else EXACT + min(int(OCTAVE * math.log2(turn / EXACT)), 20 * OCTAVE - 1)
 
 
-def _places(turn: NDArray[np.integer]) -> NDArray[np.intp]:
-    """`_place` of each."""
-    late = EXACT + np.minimum(OCTAVE * np.log2(np.maximum(turn, EXACT) / EXACT), 20 * OCTAVE - 1).astype(np.intp)
-    return np.where(turn < EXACT, turn, late)
+@lru_cache(maxsize=4)
+def _places(turns: int) -> NDArray[np.intp]:
+    """`_place` of the first ones."""
+    return np.array([_place(turn) for turn in range(turns)], dtype=np.intp)

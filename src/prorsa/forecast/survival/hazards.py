@@ -104,19 +104,18 @@ class Hazards:
         now = self._weight(time)
         rows = np.fromiter(map(self._rows.get, keys, repeat(0)), dtype=np.intp, count=len(keys))
         ended = np.frombuffer(self._ended).reshape(-1, BINS + 1).take(rows, axis=0)
-        longer = ended[:, width:].sum(axis=1, keepdims=True)
-        ended = ended[:, :width]
-        running = _counted(levels, firsts, bins, now * weight, width)
-        risk = _at_risk(ended, running, longer)
+        risk = _at_risk(ended, _counted(levels, firsts, bins, now * weight, width))
         risk[0] += now * PRIOR
         risk[1:] += now * SHRINK
-        hazards = ended + now * (PRIOR * PRIOR_HAZARD)
-        hazards[0] /= risk[0]
+        hazards = np.empty_like(risk)
+        hazards[0] = (ended[0, :width] + now * PRIOR * PRIOR_HAZARD) / risk[0]
         around = 0
         for level, first in zip(levels, firsts, strict=False):
             own = slice(first, first + len(level.keys))
-            np.add(ended[own], now * SHRINK * hazards[around + level.around], out=hazards[own])
-            hazards[own] /= risk[own]
+            shared = hazards.take(around + level.around, axis=0)
+            shared *= now * SHRINK
+            shared += ended[own, :width]
+            np.divide(shared, risk[own], out=hazards[own])
             around = first
         whole = Curves.of(hazards)
         return [whole.part(*bounds) for bounds in pairwise(firsts)]
@@ -257,19 +256,24 @@ def _counted(levels: Sequence[Level], firsts: Sequence[int], bins: Indices, weig
     return counted.reshape(-1, width).astype(np.float64, copy=False)
 
 
-def _at_risk(ended: Floats, running: Floats, longer: Floats) -> Floats:
-    """[class, bin] from what ended and what runs in each bin; `longer` [class, 1] got beyond the last one."""
-    risk = _tails(ended + running)
+def _at_risk(ended: Floats, running: Floats) -> Floats:
+    """[class, bin] from what ended in each bin, the last one being that of what never does, and what runs.
+
+    `running` has the first bins only, and so has the result. It is used up.
+    """
+    width = running.shape[1]
+    risk = _tails(ended[:, :width] + running)
     # Those that run in the bin have been at risk for half of it.
     running *= 0.5
     risk -= running
-    risk += longer
+    risk += ended[:, width:].sum(axis=1, keepdims=True)
     return risk
 
 
 def _tails(values: Floats) -> Floats:
     """The sums of each column and those behind it."""
-    return np.add.accumulate(values[:, ::-1], axis=1)[:, ::-1]
+    tails: Floats = np.add.accumulate(values[:, ::-1], axis=1)[:, ::-1]
+    return tails
 
 
 EDGE_1 = float(EDGES[1])
