@@ -169,33 +169,33 @@ class Curves:
         """Pr(value > x) for x = `value`; the curve of row i is that of key `which[i]`, columns are further values."""
         return self._at(which, _places(value))
 
-    def _at(self, which: Indices, places: Floats) -> Floats:
-        """`beyond` of `places`, which become it."""
-        beyond, edge = places, places.astype(np.intp)
+    def _at(self, which: Indices, places: Floats, out: Floats | None = None) -> Floats:
+        """`beyond` of `places`, which are used up."""
+        edge = places.astype(np.intp)
         start = which * self._survival.shape[1]
         edge += start if edge.ndim == 1 else start[:, None]
-        beyond *= self._slopes.take(edge)
-        beyond += self._heights.take(edge)
+        places *= self._slopes.take(edge)
+        beyond: Floats = np.add(places, self._heights.take(edge), out=out)
         return beyond
 
-    def stays(self, which: Indices, reached: Floats, ahead: Floats) -> Floats:
-        """[operation, k]: Pr(value > `reached` + `ahead` | it got to `reached`).
+    def course(self, which: Indices, reached: Floats, ahead: Floats) -> tuple[Floats, Floats]:
+        """([operation, k]: Pr(value > `reached` + `ahead`), [operation]: Pr(value > `reached`), never 0).
 
-        `ahead` [operation or 1, k] begins with 0.
+        `ahead` [operation or 1, k] begins with 0. The first over the second is the chance of those that got to `reached`.
         """
-        stays = np.empty((len(which), ahead.shape[1]))
+        course = np.empty((len(which), ahead.shape[1]))
         for first in range(0, len(which), BLOCK):
             some = slice(first, first + BLOCK)
             value = reached[some, None] + (ahead if len(ahead) == 1 else ahead[some])
-            beyond = self._at(which[some], _places(value, out=value))
-            # Where hardly any gets to `reached`, it goes on for ever.
-            np.multiply(beyond, 1.0 / np.maximum(beyond[:, :1], _TINY), out=stays[some])
-        return stays
+            self._at(which[some], _places(value, out=value), out=course[some])
+        # Where hardly any gets to `reached`, it goes on for ever.
+        return course, np.maximum(course[:, 0], _TINY)
 
     def kernel(self, which: Indices, reached: Floats, step: Floats, steps: int) -> Floats:
         """[operation, j]: those that start at any moment of a `step` and get to `reached` end j steps later."""
-        stays = self.stays(which, reached, step[:, None] * np.maximum(np.arange(steps + 1) - 0.5, 0.0))
-        return stays[:, :-1] - stays[:, 1:]
+        course, alive = self.course(which, reached, step[:, None] * np.maximum(np.arange(steps + 1) - 0.5, 0.0))
+        kernel: Floats = (course[:, :-1] - course[:, 1:]) / alive[:, None]
+        return kernel
 
     def within(self, which: Indices, limit: float) -> tuple[Floats, Floats]:
         """(Pr(value < `limit`), expected value of such a one) of those that begin."""

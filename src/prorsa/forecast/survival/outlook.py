@@ -253,8 +253,8 @@ class Outlook:
 
         `weights` [3, cell] are their requests and tokens, and how many of these have to be computed.
         """
-        stays = curves.stays(which, reached, self._grid.step * AT[None])
-        through = _falls(self._through(task, weights, stays))
+        course, alive = curves.course(which, reached, self._grid.step * AT[None])
+        through = _falls(self._through(task, weights / alive, course))
         volume = through[:2, :, :BINS]
         return Coming(volume, through[2, :, :BINS].sum(axis=0), _slices(through[REQUESTS].sum(axis=0)))
 
@@ -295,16 +295,17 @@ class Outlook:
                 0.0, 0.0, 0.0, output, np.zeros(shape), np.zeros(shape), np.zeros((2, BINS)), 0.0, later, later
             )
         now, wait = np.flatnonzero(cells.columns[4] == 0), np.flatnonzero(cells.columns[4] == 1)
-        stays = curves.stays(which[now], reached[now], step[now, None] * AT[: BINS + 1])
+        course, alive = curves.course(which[now], reached[now], step[now, None] * AT[: BINS + 1])
         count = cells.count
         # Of everyone, and of those that go on.
         goes_on = self._goes_on
         sums = [cells.sums(part) for part in (context, speeds, goes_on, goes_on * context, goes_on * speeds)]
-        through = self._through(cells.columns[0, now], np.array([count, *sums]).take(now, axis=1), stays)
+        through = self._through(cells.columns[0, now], np.array([count, *sums]).take(now, axis=1) / alive, course)
         still = through[:3, :, 1:].sum(axis=1)
         still[TOKENS] += still[2] * grid.middles
         ends = _falls(through).reshape(2, 3, len(self._tasks), BINS)
         ends[:, TOKENS] += ends[:, 2] * grid.middles
+        last = course[:, -1] / alive
         left = curves.left(which, reached) * cells.means(factors)
         waiting = curves.kernel(which[wait], reached[wait], step[wait], BINS)
         numbers = np.maximum(self._by_task(self._queued), 1.0)[:, None]
@@ -316,7 +317,7 @@ class Outlook:
             ends=ends[0, :2],
             goes_on=ends[1, :2],
             stays=still[:2],
-            spread=float(cells.sums(context**2)[now] @ (stays[:, -1] * (1.0 - stays[:, -1]))),
+            spread=float(cells.sums(context**2)[now] @ (last * (1.0 - last))),
             queued=Turns(
                 self._through(cells.columns[0][wait], count[None, wait], waiting)[0] / numbers,
                 self._mean_by_task(self._queued, self._goes_on[len(decode) :]),
