@@ -14,8 +14,8 @@ def curves_of(hazards, keys, time, running=()):
     """Of keys of one length, which lie in one class; `running` are (reached, weight) of operations of the first one."""
     reached, weight = np.array(running, dtype=float).reshape(-1, 2).T
     which = np.zeros(len(reached), dtype=np.intp)
-    levels = [Level([keys[0][:length]], FIRST, which) for length in range(1, len(keys[0]))]
-    levels.append(Level(keys, np.zeros(len(keys), dtype=np.intp), which))
+    levels = [Level([part], FIRST, which) for part in keys[0][:-1]]
+    levels.append(Level([key[-1] for key in keys], np.zeros(len(keys), dtype=np.intp), which))
     return hazards.curves(levels, np.array([bin_of(value) for value in reached], dtype=np.intp), weight, time)[-1]
 
 

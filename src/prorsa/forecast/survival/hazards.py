@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, pairwise, repeat
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,17 +46,20 @@ SHRINK = 8.0
 PRIOR = 1.0
 """The same for the widest class and the scale-free prior."""
 PRIOR_HAZARD = 1.0 - 2.0 ** (-2.0 / OCTAVE)
+WIDEST = 1
+"""The row of the class that all others lie in."""
 BLOCK = 512
 """Operations that are worked out in one go: what that takes stays in a fast cache, and on pages that are there already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Classes of operations: all those of one length of key."""
+    """Classes of operations: keys of one length."""
 
-    keys: Sequence[Key]
+    names: Sequence[Hashable]
+    """[class]: the last part of its key."""
     around: Indices
-    """[key]: the class of the level before that it lies in."""
+    """[class]: the one of the level before that it lies in, whose key is the rest; 0 in the first level."""
     which: Indices
     """[operation]: its class."""
 
@@ -65,10 +68,11 @@ class Hazards:
     """The values of all classes. `add` is O(length of the key)."""
 
     def __init__(self) -> None:
-        self._rows: dict[Key, int] = {}
-        """From 1 on; row 0 is that of all classes of which nothing is known."""
+        self._inner: list[dict[Hashable, int]] = [{}, {}]
+        """The rows of the classes in that of each row, by the last part of their keys. Row 0 is that of all classes of which
+        nothing is known, `WIDEST` that of `()`."""
         self._chains: dict[Key, tuple[int, ...]] = {}
-        self._ended = array("d", [0.0] * (BINS + 1))
+        self._ended = array("d", [0.0] * 2 * (BINS + 1))
         """Row by row the weight of the values in each bin, and behind them that of those that never ended."""
         self._since: float | None = None
         """What begins then has weight 1."""
@@ -77,7 +81,7 @@ class Hazards:
         """What began at `began` came to its end with `value`; infinite where it never will."""
         chain = self._chains.get(key)
         if chain is None:
-            chain = self._chains[key] = tuple(self._row(key[:length]) for length in range(len(key) + 1))
+            chain = self._chains[key] = self._chain(key)
         cell = BINS if value == math.inf else bin_of(value)
         ended, weight = self._ended, self._weight(began)
         for row in chain:
@@ -97,13 +101,11 @@ class Hazards:
         is `left`, the curves may not be asked where it is given: there are none.
         """
         width = bin_of(upto) + 1
-        # The classes of all levels, one behind another, and where each level begins.
-        keys = [(), *chain.from_iterable(level.keys for level in levels)]
-        firsts = list(accumulate((len(level.keys) for level in levels), initial=1))
+        # The classes of all levels are one behind another; where each level begins.
+        firsts = list(accumulate((len(level.names) for level in levels), initial=1))
         # All is weighed as of when the weights began, rather than as of now.
         now = self._weight(time)
-        rows = np.fromiter(map(self._rows.get, keys, repeat(0)), dtype=np.intp, count=len(keys))
-        ended = np.frombuffer(self._ended).reshape(-1, BINS + 1).take(rows, axis=0)
+        ended = np.frombuffer(self._ended).reshape(-1, BINS + 1).take(self._rows(levels), axis=0)
         risk = _at_risk(ended, _counted(levels, firsts, bins, now * weight, width))
         risk[0] += now * PRIOR
         risk[1:] += now * SHRINK
@@ -111,7 +113,7 @@ class Hazards:
         hazards[0] = (ended[0, :width] + now * PRIOR * PRIOR_HAZARD) / risk[0]
         around = 0
         for level, first in zip(levels, firsts, strict=False):
-            own = slice(first, first + len(level.keys))
+            own = slice(first, first + len(level.names))
             shared = hazards.take(around + level.around, axis=0)
             shared *= now * SHRINK
             shared += ended[own, :width]
@@ -120,12 +122,30 @@ class Hazards:
         whole = Curves.of(hazards)
         return [whole.part(*bounds) for bounds in pairwise(firsts)]
 
-    def _row(self, prefix: Key) -> int:
-        row = self._rows.get(prefix)
-        if row is None:
-            row = self._rows[prefix] = len(self._rows) + 1
-            self._ended.extend([0.0] * (BINS + 1))
-        return row
+    def _chain(self, key: Key) -> tuple[int, ...]:
+        """The rows of all classes that the key is in, the widest first. They are made where they are not there."""
+        chain = [WIDEST]
+        for part in key:
+            inner = self._inner[chain[-1]]
+            row = inner.get(part)
+            if row is None:
+                row = inner[part] = len(self._inner)
+                self._inner.append({})
+                self._ended.extend([0.0] * (BINS + 1))
+            chain.append(row)
+        return tuple(chain)
+
+    def _rows(self, levels: Sequence[Level]) -> list[int]:
+        """Of the widest class and those of all levels."""
+        before = [WIDEST]
+        rows = [*before]
+        for level in levels:
+            inner = [self._inner[row] for row in before]
+            before = [
+                inner[around].get(name, 0) for name, around in zip(level.names, level.around.tolist(), strict=True)
+            ]
+            rows += before
+        return rows
 
     def _weight(self, began: float) -> float:
         if self._since is None:

@@ -187,8 +187,9 @@ class Outlook:
         reached = cells.means(seconds)
         weight = cells.sums(learnt.tools.weights(snapshot.since[rows], snapshot.time))
         classes = Cells(cells.columns[:2])
-        pairs, which = [(self._tasks[task], names[tool]) for task, tool in classes.pairs()], classes.cell
-        levels = self._task_level(cells.columns[0]), Level(pairs, classes.columns[0], which)
+        codes = zip(*classes.columns.tolist(), strict=True)
+        pairs, which = [(self._tasks[task], names[tool]) for task, tool in codes], classes.cell
+        levels = self._task_level(cells.columns[0]), Level([tool for _, tool in pairs], classes.columns[0], which)
         any_tool, curves = learnt.tools.curves(levels, cells.columns[2], weight, snapshot.time)
         every = np.arange(len(self._tasks))
         kernel = any_tool.kernel(every, np.zeros(len(every)), np.full(len(every), self._grid.step), BINS)
@@ -215,8 +216,8 @@ class Outlook:
         classes = Cells(cells.columns[1:3])
         modes, images, which = ("", *MODES), (*snapshot.names.images, ""), classes.cell
         levels = (
-            Level([(mode,) for mode in modes], np.zeros(len(modes), dtype=np.intp), cells.columns[1]),
-            Level([(modes[mode], images[image]) for mode, image in classes.pairs()], classes.columns[0], which),
+            Level(modes, np.zeros(len(modes), dtype=np.intp), cells.columns[1]),
+            Level([images[image] for image in classes.columns[1].tolist()], classes.columns[0], which),
         )
         weight = cells.sums(learnt.starts.weights(snapshot.since[rows], snapshot.time))
         upto = float(reached.max()) + AHEAD * self._horizon
@@ -278,8 +279,8 @@ class Outlook:
         reached, step = cells.means(made), cells.means(pace) * grid.step
         weight = cells.sums(learnt.outputs.weights(snapshot.since[rows], snapshot.time))
         classes = Cells(cells.columns[:2])
-        keys, which = [(self._tasks[task], bucket) for task, bucket in classes.pairs()], classes.cell
-        levels = self._task_level(cells.columns[0]), Level(keys, classes.columns[0], which)
+        which = classes.cell
+        levels = self._task_level(cells.columns[0]), Level(classes.columns[1].tolist(), classes.columns[0], which)
         fresh, curves = learnt.outputs.curves(levels, cells.columns[2], weight, snapshot.time)
         every, none = np.arange(len(self._tasks)), np.zeros(len(self._tasks))
         lengths = self._by_task(ALL, usual) / np.maximum(self._live, 1.0)
@@ -400,7 +401,7 @@ class Outlook:
 
     def _task_level(self, task: NDArray[np.intp]) -> Level:
         """The classes of all tasks, with operations of tasks `task`."""
-        return Level([(name,) for name in self._tasks], np.zeros(len(self._tasks), dtype=np.intp), task)
+        return Level(self._tasks, np.zeros(len(self._tasks), dtype=np.intp), task)
 
     def _by_task(self, rows: NDArray[np.intp] | slice, values: NDArray[np.number] | None = None) -> Floats:
         """[task]: the sum of the rows' values, or their number."""
