@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -43,10 +43,6 @@ class Cells:
         """[cell]."""
         means: Floats = self.sums(values) / self.count
         return means
-
-    def pairs(self) -> Iterator[tuple[int, int]]:
-        """The first two columns."""
-        return zip(self.columns[0].tolist(), self.columns[1].tolist(), strict=True)
 
 
 def _codes(rows: NDArray[np.intp]) -> tuple[NDArray[np.intp], int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,8 +175,8 @@ class Endings:
             counts.last[place] += 1.0
             counts.all_last += 1.0
         self._ended[group] = ended + last
-        # What an end says of z, whose chance is 1 - exp(-z * hazard): near 1, as much as one end with half of the hazard to be
-        # expected where that is small, and with one where it was sure.
+        # An end, whose chance is 1 - exp(-z * hazard), says of z near 1 as much as one where half of the hazard was to be
+        # expected, if that is small, and one if it was sure.
         self._expected[group] = expected + (1.0 - hazard / math.expm1(hazard) if last else hazard)
 
     def going_on(self, tasks: Sequence[str], turns: int) -> tuple[Floats, Floats]:
@@ -184,7 +185,7 @@ class Endings:
         For the first `turns` turns of each task; it is 1 for a task of which no turn has ended.
         """
         counts = [self._tasks.get(name, _NOTHING) for name in tasks]
-        places = _places(np.arange(turns))
+        places = _places(turns)
         ended, last = (
             np.array(column)[:, places] for column in zip(*((one.turns, one.last) for one in counts), strict=True)
         )
@@ -197,7 +198,7 @@ def _place(turn: int) -> int:
     return turn if turn < EXACT else EXACT + min(int(OCTAVE * math.log2(turn / EXACT)), 20 * OCTAVE - 1)
 
 
-def _places(turn: NDArray[np.integer]) -> NDArray[np.intp]:
-    """`_place` of each."""
-    late = EXACT + np.minimum(OCTAVE * np.log2(np.maximum(turn, EXACT) / EXACT), 20 * OCTAVE - 1).astype(np.intp)
-    return np.where(turn < EXACT, turn, late)
+@lru_cache(maxsize=4)
+def _places(turns: int) -> NDArray[np.intp]:
+    """`_place` of the first ones."""
+    return np.array([_place(turn) for turn in range(turns)], dtype=np.intp)

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, pairwise, repeat
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,17 +47,20 @@ SHRINK = 8.0
 PRIOR = 1.0
 """The same for the widest class and the scale-free prior."""
 PRIOR_HAZARD = 1.0 - 2.0 ** (-2.0 / OCTAVE)
+WIDEST = 1
+"""The row of the class that all others lie in."""
 BLOCK = 512
 """Operations that are worked out in one go: what that takes stays in a fast cache, and on pages that are there already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Classes of operations: all those of one length of key."""
+    """Classes of operations: keys of one length."""
 
-    keys: Sequence[Key]
+    names: Sequence[Hashable]
+    """[class]: the last part of its key."""
     around: Indices
-    """[key]: the class of the level before that it lies in."""
+    """[class]: the one of the level before that it lies in, whose key is the rest; 0 in the first level."""
     which: Indices
     """[operation]: its class."""
 
@@ -66,10 +69,11 @@ class Hazards:
     """The values of all classes. `add` is O(length of the key)."""
 
     def __init__(self) -> None:
-        self._rows: dict[Key, int] = {}
-        """From 1 on; row 0 is that of all classes of which nothing is known."""
+        self._inner: list[dict[Hashable, int]] = [{}, {}]
+        """The rows of the classes in that of each row, by the last part of their keys. Row 0 is that of all classes of which
+        nothing is known, `WIDEST` that of `()`."""
         self._chains: dict[Key, tuple[int, ...]] = {}
-        self._ended = array("d", [0.0] * (BINS + 1))
+        self._ended = array("d", [0.0] * 2 * (BINS + 1))
         """Row by row the weight of the values in each bin, and behind them that of those that never ended."""
         self._since: float | None = None
         """What begins then has weight 1."""
@@ -78,7 +82,7 @@ class Hazards:
         """What began at `began` came to its end with `value`; infinite where it never will."""
         chain = self._chains.get(key)
         if chain is None:
-            chain = self._chains[key] = tuple(self._row(key[:length]) for length in range(len(key) + 1))
+            chain = self._chains[key] = self._chain(key)
         cell = BINS if value == math.inf else bin_of(value)
         ended, weight = self._ended, self._weight(began)
         for row in chain:
@@ -98,38 +102,54 @@ class Hazards:
         is `left`, the curves may not be asked where it is given: there are none.
         """
         width = bin_of(upto) + 1
-        # The classes of all levels, one behind another, and where each level begins.
-        keys = [(), *chain.from_iterable(level.keys for level in levels)]
-        firsts = list(accumulate((len(level.keys) for level in levels), initial=1))
+        # The classes of all levels are one behind another; where each level begins.
+        firsts = list(accumulate((len(level.names) for level in levels), initial=1))
         # All is weighed as of when the weights began, rather than as of now.
         now = self._weight(time)
-        rows = np.fromiter(map(self._rows.get, keys, repeat(0)), dtype=np.intp, count=len(keys))
-        ended = np.frombuffer(self._ended).reshape(-1, BINS + 1).take(rows, axis=0)
-        longer = ended[:, width:].sum(axis=1, keepdims=True)
-        ended = ended[:, :width]
+        ended = np.frombuffer(self._ended).reshape(-1, BINS + 1).take(self._rows(levels), axis=0)
         # What runs has been at risk for the part of its bin that lies behind it.
         bins, parts = np.divmod(np.minimum(_places(reached), width - _TINY), 1.0)
         weight = now * weight
         running, ahead = _counted(levels, firsts, bins.astype(np.intp), (weight, weight * (1.0 - parts)), width)
-        risk = _tails(ended + running) - ahead + longer
-        hazards = np.empty_like(ended)
-        hazards[0] = _widest(ended[0], risk[0], now * PRIOR)
+        risk = _at_risk(ended, running, ahead)
+        hazards = np.empty_like(risk)
+        hazards[0] = _widest(ended[0, :width], risk[0], now * PRIOR)
         risk[1:] += now * SHRINK
         around = 0
         for level, first in zip(levels, firsts, strict=False):
-            own = slice(first, first + len(level.keys))
-            np.add(ended[own], now * SHRINK * hazards[around + level.around], out=hazards[own])
-            hazards[own] /= risk[own]
+            own = slice(first, first + len(level.names))
+            shared = hazards.take(around + level.around, axis=0)
+            shared *= now * SHRINK
+            shared += ended[own, :width]
+            np.divide(shared, risk[own], out=hazards[own])
             around = first
         whole = Curves.of(hazards)
         return [whole.part(*bounds) for bounds in pairwise(firsts)]
 
-    def _row(self, prefix: Key) -> int:
-        row = self._rows.get(prefix)
-        if row is None:
-            row = self._rows[prefix] = len(self._rows) + 1
-            self._ended.extend([0.0] * (BINS + 1))
-        return row
+    def _chain(self, key: Key) -> tuple[int, ...]:
+        """The rows of all classes that the key is in, the widest first. They are made where they are not there."""
+        chain = [WIDEST]
+        for part in key:
+            inner = self._inner[chain[-1]]
+            row = inner.get(part)
+            if row is None:
+                row = inner[part] = len(self._inner)
+                self._inner.append({})
+                self._ended.extend([0.0] * (BINS + 1))
+            chain.append(row)
+        return tuple(chain)
+
+    def _rows(self, levels: Sequence[Level]) -> list[int]:
+        """Of the widest class and those of all levels."""
+        before = [WIDEST]
+        rows = [*before]
+        for level in levels:
+            inner = [self._inner[row] for row in before]
+            before = [
+                inner[around].get(name, 0) for name, around in zip(level.names, level.around.tolist(), strict=True)
+            ]
+            rows += before
+        return rows
 
     def _weight(self, began: float) -> float:
         if self._since is None:
@@ -173,33 +193,33 @@ class Curves:
         """Pr(value > x) for x = `value`; the curve of row i is that of key `which[i]`, columns are further values."""
         return self._at(which, _places(value))
 
-    def _at(self, which: Indices, places: Floats) -> Floats:
-        """`beyond` of `places`, which become it."""
-        beyond, edge = places, places.astype(np.intp)
+    def _at(self, which: Indices, places: Floats, out: Floats | None = None) -> Floats:
+        """`beyond` of `places`, which are used up."""
+        edge = places.astype(np.intp)
         start = which * self._survival.shape[1]
         edge += start if edge.ndim == 1 else start[:, None]
-        beyond *= self._slopes.take(edge)
-        beyond += self._heights.take(edge)
+        places *= self._slopes.take(edge)
+        beyond: Floats = np.add(places, self._heights.take(edge), out=out)
         return beyond
 
-    def stays(self, which: Indices, reached: Floats, ahead: Floats) -> Floats:
-        """[operation, k]: Pr(value > `reached` + `ahead` | it got to `reached`).
+    def course(self, which: Indices, reached: Floats, ahead: Floats) -> tuple[Floats, Floats]:
+        """([operation, k]: Pr(value > `reached` + `ahead`), [operation]: Pr(value > `reached`), never 0).
 
-        `ahead` [operation or 1, k] begins with 0.
+        `ahead` [operation or 1, k] begins with 0. The first over the second is the chance of those that got to `reached`.
         """
-        stays = np.empty((len(which), ahead.shape[1]))
+        course = np.empty((len(which), ahead.shape[1]))
         for first in range(0, len(which), BLOCK):
             some = slice(first, first + BLOCK)
             value = reached[some, None] + (ahead if len(ahead) == 1 else ahead[some])
-            beyond = self._at(which[some], _places(value, out=value))
-            # Where hardly any gets to `reached`, it goes on for ever.
-            np.multiply(beyond, 1.0 / np.maximum(beyond[:, :1], _TINY), out=stays[some])
-        return stays
+            self._at(which[some], _places(value, out=value), out=course[some])
+        # Where hardly any gets to `reached`, it goes on for ever.
+        return course, np.maximum(course[:, 0], _TINY)
 
     def kernel(self, which: Indices, reached: Floats, step: Floats, steps: int) -> Floats:
         """[operation, j]: those that start at any moment of a `step` and get to `reached` end j steps later."""
-        stays = self.stays(which, reached, step[:, None] * np.maximum(np.arange(steps + 1) - 0.5, 0.0))
-        return stays[:, :-1] - stays[:, 1:]
+        course, alive = self.course(which, reached, step[:, None] * np.maximum(np.arange(steps + 1) - 0.5, 0.0))
+        kernel: Floats = (course[:, :-1] - course[:, 1:]) / alive[:, None]
+        return kernel
 
     def within(self, which: Indices, limit: float) -> tuple[Floats, Floats]:
         """(Pr(value < `limit`), expected value of such a one) of those that begin."""
@@ -266,6 +286,18 @@ def _counted(
     ]
 
 
+def _at_risk(ended: Floats, running: Floats, ahead: Floats) -> Floats:
+    """[class, bin] from what ended in each bin, the last one being that of what never does, and what runs.
+
+    What runs in a bin has the part `ahead` of it before it. `running` has the first bins only, and so has the result.
+    """
+    width = running.shape[1]
+    risk = _tails(ended[:, :width] + running)
+    risk -= ahead
+    risk += ended[:, width:].sum(axis=1, keepdims=True)
+    return risk
+
+
 def _widest(ended: Floats, risk: Floats, prior: float) -> Floats:
     """The hazards [bin] of the widest class: where nothing has got to yet, things go on as in the octave before."""
     before = (_octave_before(ended) + prior * PRIOR_HAZARD) / (_octave_before(risk) + prior)
@@ -282,7 +314,8 @@ def _octave_before(values: Floats) -> Floats:
 
 def _tails(values: Floats) -> Floats:
     """The sums of each column and those behind it."""
-    return np.add.accumulate(values[:, ::-1], axis=1)[:, ::-1]
+    tails: Floats = np.add.accumulate(values[:, ::-1], axis=1)[:, ::-1]
+    return tails
 
 
 EDGE_1 = float(EDGES[1])

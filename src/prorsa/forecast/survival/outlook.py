@@ -188,8 +188,9 @@ class Outlook:
         reached = cells.means(seconds)
         weight = cells.sums(learnt.tools.weights(snapshot.since[rows], snapshot.time))
         classes = Cells(cells.columns[:2])
-        pairs, which = [(self._tasks[task], names[tool]) for task, tool in classes.pairs()], classes.cell
-        levels = self._task_level(cells.columns[0]), Level(pairs, classes.columns[0], which)
+        codes = zip(*classes.columns.tolist(), strict=True)
+        pairs, which = [(self._tasks[task], names[tool]) for task, tool in codes], classes.cell
+        levels = self._task_level(cells.columns[0]), Level([tool for _, tool in pairs], classes.columns[0], which)
         any_tool, curves = learnt.tools.curves(levels, reached, weight, snapshot.time)
         every = np.arange(len(self._tasks))
         kernel = any_tool.kernel(every, np.zeros(len(every)), np.full(len(every), self._grid.step), BINS)
@@ -216,8 +217,8 @@ class Outlook:
         classes = Cells(cells.columns[1:3])
         modes, images, which = ("", *MODES), (*snapshot.names.images, ""), classes.cell
         levels = (
-            Level([(mode,) for mode in modes], np.zeros(len(modes), dtype=np.intp), cells.columns[1]),
-            Level([(modes[mode], images[image]) for mode, image in classes.pairs()], classes.columns[0], which),
+            Level(modes, np.zeros(len(modes), dtype=np.intp), cells.columns[1]),
+            Level([images[image] for image in classes.columns[1].tolist()], classes.columns[0], which),
         )
         weight = cells.sums(learnt.starts.weights(snapshot.since[rows], snapshot.time))
         upto = float(reached.max()) + AHEAD * self._horizon
@@ -254,8 +255,8 @@ class Outlook:
 
         `weights` [3, cell] are their requests and tokens, and how many of these have to be computed.
         """
-        stays = curves.stays(which, reached, self._grid.step * AT[None])
-        through = _falls(self._through(task, weights, stays))
+        course, alive = curves.course(which, reached, self._grid.step * AT[None])
+        through = _falls(self._through(task, weights / alive, course))
         volume = through[:2, :, :BINS]
         return Coming(volume, through[2, :, :BINS].sum(axis=0), _slices(through[REQUESTS].sum(axis=0)))
 
@@ -280,8 +281,8 @@ class Outlook:
         reached, step = cells.means(made), cells.means(pace) * grid.step
         weight = cells.sums(learnt.outputs.weights(snapshot.since[rows], snapshot.time))
         classes = Cells(cells.columns[:2])
-        keys, which = [(self._tasks[task], bucket) for task, bucket in classes.pairs()], classes.cell
-        levels = self._task_level(cells.columns[0]), Level(keys, classes.columns[0], which)
+        which = classes.cell
+        levels = self._task_level(cells.columns[0]), Level(classes.columns[1].tolist(), classes.columns[0], which)
         fresh, curves = learnt.outputs.curves(levels, reached, weight, snapshot.time)
         every, none = np.arange(len(self._tasks)), np.zeros(len(self._tasks))
         lengths = self._by_task(ALL, usual) / np.maximum(self._live, 1.0)
@@ -297,16 +298,17 @@ class Outlook:
                 0.0, 0.0, 0.0, output, np.zeros(shape), np.zeros(shape), np.zeros((2, BINS)), 0.0, later, later
             )
         now, wait = np.flatnonzero(cells.columns[4] == 0), np.flatnonzero(cells.columns[4] == 1)
-        stays = curves.stays(which[now], reached[now], step[now, None] * AT[: BINS + 1])
+        course, alive = curves.course(which[now], reached[now], step[now, None] * AT[: BINS + 1])
         count = cells.count
         # Of everyone, and of those that go on.
         goes_on = self._goes_on
         sums = [cells.sums(part) for part in (context, speeds, goes_on, goes_on * context, goes_on * speeds)]
-        through = self._through(cells.columns[0, now], np.array([count, *sums]).take(now, axis=1), stays)
+        through = self._through(cells.columns[0, now], np.array([count, *sums]).take(now, axis=1) / alive, course)
         still = through[:3, :, 1:].sum(axis=1)
         still[TOKENS] += still[2] * grid.middles
         ends = _falls(through).reshape(2, 3, len(self._tasks), BINS)
         ends[:, TOKENS] += ends[:, 2] * grid.middles
+        last = course[:, -1] / alive
         left = curves.left(which, reached) * cells.means(factors)
         waiting = curves.kernel(which[wait], reached[wait], step[wait], BINS)
         numbers = np.maximum(self._by_task(self._queued), 1.0)[:, None]
@@ -318,7 +320,7 @@ class Outlook:
             ends=ends[0, :2],
             goes_on=ends[1, :2],
             stays=still[:2],
-            spread=float(cells.sums(context**2)[now] @ (stays[:, -1] * (1.0 - stays[:, -1]))),
+            spread=float(cells.sums(context**2)[now] @ (last * (1.0 - last))),
             queued=Turns(
                 self._through(cells.columns[0][wait], count[None, wait], waiting)[0] / numbers,
                 self._mean_by_task(self._queued, self._goes_on[len(decode) :]),
@@ -398,7 +400,7 @@ class Outlook:
 
     def _task_level(self, task: NDArray[np.intp]) -> Level:
         """The classes of all tasks, with operations of tasks `task`."""
-        return Level([(name,) for name in self._tasks], np.zeros(len(self._tasks), dtype=np.intp), task)
+        return Level(self._tasks, np.zeros(len(self._tasks), dtype=np.intp), task)
 
     def _by_task(self, rows: NDArray[np.intp] | slice, values: NDArray[np.number] | None = None) -> Floats:
         """[task]: the sum of the rows' values, or their number."""
