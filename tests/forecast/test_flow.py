@@ -6,6 +6,8 @@ import pytest
 from prorsa.forecast.survival.flow import REQUESTS, TOKENS, Grid, Queue, Stages, Turns, convolved, pass_through
 
 GRID = Grid(bins=4, step=1.0)
+TWO = Queue(np.array([[2.0], [200.0]]), np.full(2, 100.0), np.ones(2))
+"""Requests of 100 tokens, that take a second each."""
 
 
 def lag(*chances):
@@ -19,7 +21,7 @@ def stages(**others):
         "grid": GRID,
         "coming": np.zeros((2, 1, GRID.bins)),
         "coming_work": np.zeros(GRID.bins),
-        "queued": Queue(np.zeros((2, 1)), 0.0),
+        "queued": Queue(np.zeros((2, 1)), np.zeros(0), np.zeros(0)),
         "queued_turns": turns,
         "turns": turns,
         "tools": lag(1),
@@ -33,13 +35,25 @@ def stages(**others):
 
 def test_a_queue_is_served_at_the_speed_of_the_instances_and_comes_back_longer():
     # Two requests of 100 tokens, 2 s of work: one a bin. A turn ends one bin later with 5 tokens more, a result adds 10.
-    passed = pass_through(stages(queued=Queue(np.array([[2.0], [200.0]]), 2.0)))
+    passed = pass_through(stages(queued=TWO))
     assert passed.admitted_queued[REQUESTS, 0] == pytest.approx([1, 1, 0, 0])
     assert passed.admitted_queued[TOKENS, 0] == pytest.approx([100, 100, 0, 0])
     # What is admitted in bin k is back in k + 1, and again after that.
     assert passed.arrived[REQUESTS, 0] == pytest.approx([0, 1, 2, 2])
     assert passed.arrived[TOKENS, 0] == pytest.approx([0, 115, 245, 275])
     assert passed.decoding[REQUESTS] == pytest.approx([1, 2, 2, 2])
+
+
+def test_a_queue_is_served_in_order():
+    # The first takes 3 of 4 s and has 300 of 400 tokens.
+    queued = Queue(np.array([[2.0], [400.0]]), np.array([300.0, 100.0]), np.array([3.0, 1.0]))
+    passed = pass_through(stages(queued=queued))
+    assert passed.admitted_queued[REQUESTS, 0] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1])
+    assert passed.admitted_queued[TOKENS, 0] == pytest.approx([100, 100, 100, 100])
+    queued = Queue(queued.volume, queued.tokens, np.array([1.0, 3.0]))
+    passed = pass_through(stages(queued=queued))
+    assert passed.admitted_queued[REQUESTS, 0] == pytest.approx([1, 1 / 3, 1 / 3, 1 / 3])
+    assert passed.admitted_queued[TOKENS, 0] == pytest.approx([300, 100 / 3, 100 / 3, 100 / 3])
 
 
 def test_what_arrives_waits_behind_the_queue():
@@ -51,7 +65,7 @@ def test_what_arrives_waits_behind_the_queue():
         stages(
             coming=coming,
             coming_work=work,
-            queued=Queue(np.array([[2.0], [200.0]]), 2.0),
+            queued=TWO,
             turns=last,
             queued_turns=last,
         )
@@ -69,7 +83,7 @@ def test_a_latency_delays_an_idle_instance_too():
 
 
 def test_nothing_is_admitted_without_instances():
-    passed = pass_through(stages(queued=Queue(np.array([[2.0], [200.0]]), 2.0), instances=0.0))
+    passed = pass_through(stages(queued=TWO, instances=0.0))
     assert passed.admitted_queued.sum() == 0.0
 
 

@@ -61,13 +61,13 @@ def test_more_comes_in_a_longer_horizon(seed, synchronous, time):
         assert values[2] >= 0.9 * values[1] - 1.0
 
 
-def taught(*more):
+def taught(*more, past=None):
     """A story after 400 trajectories alike: 100 tokens of prompt, a turn of 200 tokens in 2 s, a tool of 4 s, such a turn."""
     forecaster = SurvivalForecaster(None, 1e6)
     story = Story(forecaster)
     how = {"startup": 1.0, "first": 100, "prefill": 0.05, "decode": 2.0, "output": 200, "reward": 1.0}
-    past = [trajectory(f"past{n}", n / 10, group=f"p{n}", tools=(("python", 4.0, 50),), **how) for n in range(400)]
-    story.tell_all(*past)
+    before = {"tools": (("python", 4.0, 50),)} | how | (past or {})
+    story.tell_all(*(trajectory(f"past{n}", n / 10, group=f"p{n}", **before) for n in range(400)))
     story.tell_all(*(trajectory(**how | one) for one in more))
     return forecaster, story
 
@@ -123,6 +123,22 @@ def test_a_lost_cache_is_computed_anew():
     after = forecaster.forecast(story.snapshot(now), HORIZON, ["p0"])
     assert before.uncached_tokens < 0.2 * before.prefill_tokens
     assert after.uncached_tokens == pytest.approx(after.prefill_tokens, rel=0.05)
+
+
+def test_a_decode_waits_for_the_prompts_of_its_instance():
+    """Turns of 200 tokens took 2 s each. One has said nothing for 40 s, and a prompt of some seconds is queued."""
+    now, mixed = 100.0, {"instance": "d0"}
+    decoding = {"name": "a", "at": now - 41.05, "until": State.DECODE, **mixed}
+    expected = {5e6: 0.02, 8e6: 0.05}
+    for tokens, token_s in expected.items():
+        queued = {"name": "b", "at": now - 2.0, "until": State.READY, "group": "other", "first": int(tokens)}
+        forecaster, story = taught(decoding, queued | mixed, past=mixed)
+        # The line is the profile of 10^6 tokens/s: decodes have half, or a fifth, of the 10 s.
+        made = forecaster.forecast(story.snapshot(now), HORIZON, ["d0"])
+        assert made.work.token_s == pytest.approx(token_s, rel=0.01)
+        # Where another instance prefills, nothing waits.
+        made = forecaster.forecast(story.snapshot(now), HORIZON, ["p0"])
+        assert made.work.token_s == pytest.approx(0.01, rel=0.01)
 
 
 # The sampler's rule looks one step ahead: of trajectories that end and are replaced within a minute it says nothing.

@@ -24,8 +24,12 @@ class PrefillTime:
     joined it at u, took b - max(u, v). A cached prefix makes it shorter, so g includes the average cache benefit.
     """
 
-    def __init__(self, tokens_per_s: float) -> None:
-        """`tokens_per_s` is the profiled speed of one instance, in full-prompt tokens/s, until enough prefills are seen."""
+    def __init__(self, tokens_per_s: float, forget: float = FORGET) -> None:
+        """`tokens_per_s` is the profiled speed of one instance, in full-prompt tokens/s, until enough prefills are seen.
+
+        `forget` is the weight of the newest prefill.
+        """
+        self._kept = 1.0 - forget
         self._profile = 1.0 / tokens_per_s
         self._seen = 0
         self._weight = 0.0
@@ -40,7 +44,7 @@ class PrefillTime:
         if not weight:
             return
         self._seen += 1
-        self._weight = (1.0 - FORGET) * self._weight + weight
+        self._weight = self._kept * self._weight + weight
         weight /= self._weight
         self._x += weight * (tokens - self._x)
         self._y += weight * (seconds - self._y)
@@ -51,9 +55,14 @@ class PrefillTime:
         """When the instance last finished a prefill; minus infinity when it never did."""
         return self._free.get(instance, float("-inf"))
 
+    @property
+    def learnt(self) -> bool:
+        """Whether the fit has replaced the profile."""
+        return self._seen >= MIN_PREFILLS
+
     def line(self) -> tuple[float, float]:
         """(fixed seconds, seconds a token): least squares, neither negative."""
-        if self._seen < MIN_PREFILLS or self._y <= 0.0 or self._x <= 0.0:
+        if not self.learnt or self._y <= 0.0 or self._x <= 0.0:
             return 0.0, self._profile
         variance = self._xx - self._x * self._x
         # Prompts of one length do not tell the fixed part from the slope.

@@ -23,17 +23,18 @@ class _Queue:
 
     def __init__(self) -> None:
         self._rows: dict[str, int] = {}
+        """In the order in which they are served."""
         self._free: list[int] = []
         self._groups = array("q")
         self._tokens, self._cached = array("q"), array("q")
         """Of the prompt, and how many of these are in a cache: UNKNOWN for as many as of its group; 0 in a free row."""
 
     def put(self, trajectory: str, group: int, tokens: int, cached: int) -> None:
-        row = self._rows.get(trajectory)
+        row = self._rows.pop(trajectory, None)
         if row is None and self._free:
-            row = self._rows[trajectory] = self._free.pop()
+            row = self._free.pop()
+        self._rows[trajectory] = len(self._groups) if row is None else row
         if row is None:
-            self._rows[trajectory] = len(self._groups)
             self._groups.append(group)
             self._tokens.append(tokens)
             self._cached.append(cached)
@@ -50,11 +51,15 @@ class _Queue:
         for row in self._rows.values():
             self._cached[row] = UNKNOWN
 
-    def uncached(self, shared: Floats) -> float:
-        """Tokens to compute, one for each request at least; `shared` are those that a cache has for all of each group."""
-        tokens, cached = np.array(self._tokens), np.array(self._cached)
-        cached = np.where(cached == UNKNOWN, shared[np.array(self._groups)], cached)
-        return float(np.maximum(tokens - cached, 1).sum()) - len(self._free)
+    def tokens(self, shared: Floats) -> tuple[Floats, Floats]:
+        """(tokens, tokens to compute, one at least) of each request, as they are served.
+
+        `shared` are those that a cache has for all of each group.
+        """
+        rows = np.fromiter(self._rows.values(), np.intp, len(self._rows))
+        tokens, cached, groups = (np.array(column)[rows] for column in (self._tokens, self._cached, self._groups))
+        cached = np.where(cached == UNKNOWN, shared[groups], cached)
+        return tokens.astype(np.float64), np.maximum(tokens - cached, 1.0)
 
 
 class Contexts:
@@ -126,9 +131,9 @@ class Contexts:
             cached = int(self._prompts[group] * self._computed[group])
         return max(tokens - cached, 1)
 
-    def queue_uncached(self) -> float:
-        """Tokens that have to be computed of all requests in READY and PREFILL."""
-        return self._queue.uncached(np.array(self._prompts) * np.array(self._computed))
+    def queue(self) -> tuple[Floats, Floats]:
+        """(tokens, tokens that have to be computed) of the requests in READY and PREFILL, in the order of the queue."""
+        return self._queue.tokens(np.array(self._prompts) * np.array(self._computed))
 
     def _ended(self, trajectory: str, group: int) -> bool:
         self._queue.take(trajectory)

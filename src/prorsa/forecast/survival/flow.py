@@ -51,10 +51,14 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """[2, task] and the seconds of an instance that the prefills take."""
+    """What waits, in order."""
 
     volume: Floats
-    work: float
+    """[2, task]."""
+    tokens: Floats
+    """Of each request; so is the next."""
+    work: Floats
+    """Seconds of an instance that its prefill takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +132,17 @@ def _serve_queued(stages: Stages) -> tuple[Floats, Floats]:
 
     The prefill instances are as one server, which works on the queue before it works on what arrives.
     """
-    bins, work = stages.grid.bins, stages.queued.work
+    bins, queued = stages.grid.bins, stages.queued
     capacity = stages.instances * stages.grid.step
-    done = np.minimum(capacity * np.arange(bins + 1.0), work)
-    each = done[1:] - done[:-1]
-    share = each / work if work > 0.0 else np.eye(1, bins)[0]
-    return stages.queued.volume[:, :, None] * share, np.maximum(capacity - each, 0.0)
+    work = np.append(0.0, np.cumsum(queued.work))
+    done = np.minimum(capacity * np.arange(bins + 1.0), work[-1])
+    share = np.zeros((2, bins))
+    share[:, 0] = 1.0
+    if work[-1] > 0.0:
+        tokens = np.append(0.0, np.cumsum(queued.tokens))
+        requests = np.arange(len(work), dtype=np.float64)
+        share = np.diff([np.interp(done, work, passed / passed[-1]) for passed in (requests, tokens)])
+    return queued.volume[:, :, None] * share[:, None], np.maximum(capacity - (done[1:] - done[:-1]), 0.0)
 
 
 def _serve_new(stages: Stages, returns: Floats, returned: Floats, spare: Floats) -> tuple[Floats, Floats]:

@@ -23,8 +23,10 @@ from prorsa.lifecycle.snapshot import Snapshot, Transition
 
 SPREAD = 0.05
 """Weight of the newest error in how much larger errors are than counting noise."""
-OUTLIER = 9.0
+OUTLIER = 16.0
 """A squared error, in variances, counts so much at most: one weight update must not blow up what comes after."""
+IMAGINED = 4
+"""So many errors are imagined at first, each twice as large as expected: of long horizons there are few to learn from."""
 ON_TIME = 0.05
 """A forecast of the KV cache is judged by a snapshot that is so close to its end, in horizons."""
 
@@ -60,7 +62,7 @@ class SurvivalForecaster:
     def forecast(self, snapshot: Snapshot, horizon: float, prefill_instances: Sequence[str]) -> Forecast:
         for before, measured in self._meter.finished(snapshot.time):
             self._judge_prefill(before, measured)
-        made = Outlook(self.learnt, snapshot, horizon, len(prefill_instances), self._kv_footprint).forecast()
+        made = Outlook(self.learnt, snapshot, horizon, prefill_instances, self._kv_footprint).forecast()
         self._judge_kv(made)
         made = replace(
             made,
@@ -89,9 +91,8 @@ class SurvivalForecaster:
 class _Errors:
     """How much larger than expected errors are."""
 
-    _squared: float = 1.0
-    _count: int = 1
-    """The first one is imagined, and as large as expected."""
+    _squared: float = 4.0
+    _count: int = IMAGINED
 
     @property
     def factor(self) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from prorsa.forecast.admissions import PrefillTime
 from prorsa.forecast.backoff import Ema, load_bucket
 from prorsa.forecast.injection import Injection
 from prorsa.forecast.launches import Launches
@@ -12,31 +11,12 @@ from prorsa.forecast.lengths import PromptLengths
 from prorsa.forecast.survival.contexts import Contexts
 from prorsa.forecast.survival.groups import Endings, GroupLengths, Groups
 from prorsa.forecast.survival.hazards import Hazards
+from prorsa.forecast.survival.speeds import Busy, DecodeSpeed, PrefillSpeeds, Rate, Server
 from prorsa.lifecycle import events as e
 from prorsa.lifecycle.snapshot import Transition
 from prorsa.lifecycle.states import State
 
 TURN_ENDS = (e.ToolStarted, e.RewardStarted)
-
-
-class DecodeSpeed:
-    """Tokens/s of a decode by instance: the tokens of the last turns over the time that they took."""
-
-    FORGET = 1 / 64
-
-    def __init__(self) -> None:
-        self._sums: dict[str | None, tuple[float, float]] = {}
-
-    def add(self, instance: str, tokens: int, seconds: float) -> None:
-        kept = 1.0 - self.FORGET
-        for key in (instance, None):
-            before = self._sums.get(key, (0.0, 0.0))
-            self._sums[key] = (kept * before[0] + tokens, kept * before[1] + seconds)
-
-    def of(self, instance: str | None = None) -> float:
-        """Of all instances where nothing is known of this one; 0 where no turn has ended."""
-        tokens, seconds = self._sums.get(instance) or self._sums.get(None, (0.0, 0.0))
-        return tokens / seconds if seconds > 0.0 else 0.0
 
 
 class Prefills:
@@ -86,52 +66,64 @@ class Learnt:
         self.first_new = Ema(1 / 256)
         """Tokens to compute of a first prompt."""
         self.speed = DecodeSpeed()
-        self.prefill_time = PrefillTime(prefill_tokens_per_s)
-        """Of tokens to compute."""
-        self.latency = Ema(1 / 64)
-        """Seconds that a prefill takes while nothing waits."""
+        self.prefill_speeds = PrefillSpeeds(prefill_tokens_per_s)
+        self.arrivals = Rate()
+        """In the queue."""
+        self.unreported = Ema(1 / 256)
+        """Seconds of a turn whose tokens are not reported before it ends."""
+        self._busy = Busy()
+        self._begun: dict[str, float] = {}
+        """Of the trajectories in DECODE, the busy seconds of the instance when they began."""
         self.prefills = Prefills()
         self._joining: dict[str, int] = {}
         """Tokens to compute of the requests in PREFILL."""
         self._ready = 0
         """Requests in READY."""
 
+    def server(self, prefill: int, mixed: int, time: float) -> Server:
+        """What so many instances that only prefill, and so many mixed ones, make of their queue at `time`."""
+        return self.prefill_speeds.server(
+            prefill, mixed, self.prefills.new, 0.0 if self._ready else self.arrivals.at(time)
+        )
+
     def observe(self, transition: Transition) -> None:
         self.launches.observe(transition)
         event = transition.event
         self._ready += (transition.after is State.READY) - (transition.before is State.READY)
         if isinstance(event, e.PrefillStarted):
-            self._joined(transition)
+            self._joined(transition, event)
         elif isinstance(event, e.DecodeStarted):
-            self._prefilled(transition)
+            self._prefilled(transition, event)
         elif isinstance(event, e.Ready):
             self._arrived(transition)
         elif isinstance(event, TURN_ENDS):
             self._turn_ended(transition, event.tokens)
         if transition.before is State.PREFILL:
             self._joining.pop(event.trajectory, None)
+            self._busy.left(transition.instance or "", event.time)
+        elif transition.before is State.DECODE:
+            self._begun.pop(event.trajectory, None)
         if self.contexts.observe(transition):
             self.live_groups.forget(transition.group_code)
 
-    def _joined(self, transition: Transition) -> None:
-        name = transition.event.trajectory
+    def _joined(self, transition: Transition, event: e.PrefillStarted) -> None:
+        name = event.trajectory
         new = self.contexts.uncached(name, transition.group_code, transition.tokens)
         self._joining[name] = new
+        self._busy.joined(event.instance, event.time)
         if transition.turn == 0 and not self.contexts.cached(name):
             self.first_new.add(new)
 
-    def _prefilled(self, transition: Transition) -> None:
-        instance, time = transition.instance or "", transition.event.time
+    def _prefilled(self, transition: Transition, event: e.DecodeStarted) -> None:
+        instance, time = transition.instance or "", event.time
         joined = time - transition.elapsed
-        new = self._joining[transition.event.trajectory]
-        # Only where more waits does the time between two prefills say how long one takes: an engine does several at once.
-        saturated = self._ready > 0
-        self.prefill_time.finished(instance, new, joined, time, float(saturated))
-        if not saturated:
-            self.latency.add(transition.elapsed)
+        new = self._joining[event.trajectory]
+        self.prefill_speeds.finished(event.instance == instance, instance, new, joined, time, self._ready > 0)
         self.prefills.add(time, transition.elapsed, new, transition.tokens)
+        self._begun[event.trajectory] = self._busy.until(event.instance, time)
 
     def _arrived(self, transition: Transition) -> None:
+        self.arrivals.add(transition.event.time)
         began = transition.event.time - transition.elapsed
         if transition.before is State.TOOL:
             tool = transition.tool or ""
@@ -156,5 +148,9 @@ class Learnt:
             usual = 1.0
         self.outputs.add((task, load_bucket(transition.turn + 1)), output / usual, began)
         self.endings.add(task, group, transition.turn, transition.after is State.REWARD)
-        made = max(tokens - self.contexts.cached(name), 0)
-        self.speed.add(transition.instance or "", made, transition.elapsed)
+        instance, cached = transition.instance or "", self.contexts.cached(name)
+        if cached:
+            # After a weight update nothing is known of those that went on.
+            made, busy = max(tokens - cached, 0), self._busy.until(instance, transition.event.time) - self._begun[name]
+            self.speed.add(instance, busy > 0.5 * transition.elapsed, made, transition.elapsed)
+            self.unreported.add(transition.elapsed * (tokens - transition.tokens_before) / max(made, 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -32,8 +32,13 @@ LAUNCH_TIMES: Floats = np.append((0.0, 0.5), np.arange(1.0, AHEAD + 0.1, AHEAD /
 """When the sampler's launches are worked out, in horizons: now, in its middle, and from its end on where slices end."""
 SPEEDS = 8
 """Classes of decode speed in which it doubles."""
+COMMON = 0.1
+"""Standard deviation of the errors that requests have in common which come from the queue, or from others yet to come, as a
+part of their tokens: the speeds are not known any better."""
 ALL = slice(None)
 """All rows of a snapshot."""
+UNREPORTED = 2.0
+"""Times the mean seconds of a turn that nobody has told of when it ends: the most that may be missing of one that goes on."""
 SEED = 1.0
 """Tokens to compute where everything before them is cached: the last one that was generated."""
 
@@ -80,13 +85,12 @@ class Outlook:
         learnt: Learnt,
         snapshot: Snapshot,
         horizon: float,
-        instances: int,
+        instances: Sequence[str],
         kv_footprint: Callable[[Floats], Floats],
     ) -> None:
         self._learnt = learnt
         self._snapshot = snapshot
         self._horizon = horizon
-        self._instances = instances
         self._kv_footprint = kv_footprint
         self._grid = Grid(BINS, horizon / BINS)
         self._rows = _by_state(snapshot.state)
@@ -98,7 +102,15 @@ class Outlook:
         self._group = snapshot.group.astype(np.intp)
         learnt.live_groups.cover(len(snapshot.names.groups))
         self._appended = np.array([learnt.lengths.appended_by_any(task) for task in self._tasks])
-        self._fixed, self._slope = learnt.prefill_time.line()
+        self._instances = snapshot.names.instances or ("",)
+        decodes = np.bincount(snapshot.instance[self._rows[State.DECODE]], minlength=len(self._instances)) > 0
+        prefilling = set(instances)
+        self._mixed = decodes & np.array([name in prefilling for name in self._instances])
+        """[instance]: whether it decodes and prefills."""
+        mixed = int(self._mixed.sum())
+        self._server = learnt.server(len(instances) - mixed, mixed, snapshot.time)
+        self._queued_tokens, self._queued_new = learnt.contexts.queue()
+        self._queued_work = self._work_of(1.0, self._queued_new)
         # Those that have a turn to end first.
         self._busy = np.concatenate((self._rows[State.DECODE], self._queued))
         self._goes_on, self._then_goes_on = self._going_on()
@@ -115,8 +127,8 @@ class Outlook:
             np.add.reduce([source.new for source in sources]),
             np.add.reduce([source.slices for source in sources]),
         )
-        queued_new = self._learnt.contexts.queue_uncached()
-        stages = self._stages(coming, queued_new, decoding, tool_kernel)
+        queued_new = float(self._queued_new.sum())
+        stages = self._stages(coming, decoding, tool_kernel)
         passed = pass_through(stages)
         tokens = self._snapshot.tokens
         ready, inflight = (float(tokens[self._rows[state]].sum()) for state in (State.READY, State.PREFILL))
@@ -142,7 +154,7 @@ class Outlook:
             from_decode=parts[3],
             admitted_backlog=float(admitted[TOKENS, 0]),
             uncached_tokens=queued_new + float(coming.new.sum() + later_new),
-            prefill_sd=float(np.sqrt(squares * sum(parts))),
+            prefill_sd=float(np.sqrt(squares * sum(parts) + (COMMON * passed.later[TOKENS].sum()) ** 2)),
             completed_turns=float(decoding.ends[REQUESTS].sum() + passed.ended[REQUESTS].sum()),
             kv_now=decoding.kv,
             kv_end=float(kv[-1]),
@@ -160,22 +172,29 @@ class Outlook:
         place[busy] = present + 1
         return np.exp(by_turn.take(present) * inclined.take(busy)), np.exp(by_turn.take(place) * inclined)
 
-    def _stages(self, coming: Coming, queued_new: float, decoding: Decoding, tools: Floats) -> Stages:
+    def _stages(self, coming: Coming, decoding: Decoding, tools: Floats) -> Stages:
         rows = self._queued
-        work = self._fixed * len(rows) + self._slope * queued_new
         return Stages(
             grid=self._grid,
             coming=coming.volume,
-            coming_work=self._fixed * coming.volume[REQUESTS].sum(axis=0) + self._slope * coming.new,
-            queued=Queue(np.array([self._by_task(rows), self._by_task(rows, self._snapshot.tokens[rows])]), work),
+            coming_work=self._work_of(coming.volume[REQUESTS].sum(axis=0), coming.new),
+            queued=Queue(
+                np.array([self._by_task(rows), self._by_task(rows, self._snapshot.tokens[rows])]),
+                self._queued_tokens,
+                self._queued_work,
+            ),
             queued_turns=decoding.queued,
             turns=decoding.later,
             tools=tools,
             appended=self._appended,
-            later_work=self._fixed + self._slope * (self._appended + SEED),
-            instances=float(self._instances),
-            latency=self._learnt.latency.value,
+            later_work=self._work_of(1.0, self._appended + SEED),
+            instances=self._server.instances,
+            latency=self._server.latency,
         )
+
+    def _work_of(self, requests: Floats | float, new: Floats) -> Floats:
+        """Seconds of an instance for the prefill of so many requests with `new` tokens to compute, together."""
+        return self._server.fixed * requests + self._server.slope * new
 
     # Trajectories that neither queue nor decode.
 
@@ -332,8 +351,7 @@ class Outlook:
     def _contexts(self, decode: NDArray[np.intp], rows: NDArray[np.intp]) -> tuple[Floats, Floats, float]:
         """(tokens of context, decode speed) of each row, those of `decode` first, and the mean speed."""
         snapshot, learnt = self._snapshot, self._learnt
-        names = snapshot.names.instances or ("",)
-        speeds = np.array([learnt.speed.of(name) for name in names])[snapshot.instance[decode]]
+        speeds = self._speeds(decode)[snapshot.instance[decode]]
         mean_speed = float(speeds.mean()) if len(decode) else learnt.speed.of()
         context = snapshot.tokens[rows].astype(np.float64)
         # Tokens may be reported late; what has been made since follows from the speed.
@@ -395,6 +413,31 @@ class Outlook:
             prefilled_new=prefills.new,
             prefilled_prefix=prefills.tokens - prefills.new,
         )
+
+    def _speeds(self, decode: NDArray[np.intp]) -> Floats:
+        """[instance]: tokens/s of a decode in the horizon, of which those on mixed instances wait while there are prompts."""
+        learnt, names = self._learnt, self._instances
+        speeds = np.array([learnt.speed.of(name) for name in names])
+        if not self._mixed.any():
+            return speeds
+        waiting = np.array([learnt.speed.of(name, busy=True) for name in names])
+        # What the turns that go on have reported tells of a change before any of them ends.
+        rows = decode[self._mixed[self._snapshot.instance[decode]]]
+        reported = float((self._snapshot.tokens[rows] - self._snapshot.prompt[rows]).sum())
+        told = elapsed(self._snapshot, rows) - UNREPORTED * learnt.unreported.value
+        seconds = float(np.maximum(told, 0.0).sum())
+        if seconds > 0.0:
+            waiting = np.minimum(waiting, reported / seconds)
+        share = self._busy_share()
+        return np.where(self._mixed, share * waiting + (1.0 - share) * speeds, speeds)
+
+    def _busy_share(self) -> float:
+        """Part of the horizon in which there are prompts: those that wait now, then as many as came of late."""
+        able = max(self._server.instances * self._horizon, _TINY)
+        queue = min(float(self._queued_work.sum()) / able, 1.0)
+        new = np.array(self._learnt.prefills.new)
+        coming = self._learnt.arrivals.at(self._snapshot.time) * self._horizon * float(self._work_of(1.0, new))
+        return queue + (1.0 - queue) * min(coming / able, 1.0)
 
     # Helpers.
 
