@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from prorsa.assembly import instance_roles
 from prorsa.config import Config, ConfigError, dump_config, load_config, parse_config
+from prorsa.engines.protocol import Role
 
 MODEL = {"model": {"path": "models/arithmetic"}}
 
@@ -32,6 +34,11 @@ def test_overrides_reach_nested_keys_and_are_yaml(tmp_path: Path) -> None:
     assert config.sampling.temperature == 0.5
 
 
+def test_a_plan_may_start_from_colocation() -> None:
+    config = parse_config({**MODEL, "policy": {"name": "planned", "profile": "p.yaml", "split": "mixed"}})
+    assert set(instance_roles(config).values()) == {Role.MIXED}
+
+
 def test_the_dumped_configuration_reads_back_equal(tmp_path: Path) -> None:
     path = tmp_path / "resolved.yaml"
     config = parse_config({**MODEL, "policy": {"name": "static", "split": "1:3", "horizon": 2.5}})
@@ -50,6 +57,19 @@ def test_the_dumped_configuration_reads_back_equal(tmp_path: Path) -> None:
         ({**MODEL, "policy": {"name": "static"}}, ["policy.split", "n_P:n_D"]),
         ({**MODEL, "policy": {"split": "3:3"}}, ["policy.split='3:3'", "6", "cluster.instances=4"]),
         ({**MODEL, "policy": {"split": "0:4"}}, ["policy.split='0:4'", "at least one of each"]),
+        ({**MODEL, "policy": {"split": "mixed"}}, ["policy.split=mixed", "policy.name=adaptive", "planned"]),
+        (
+            {**MODEL, "policy": {"name": "planned", "profile": "p", "split": "mixed", "planning": {"mixed": False}}},
+            ["policy.split=mixed", "policy.planning.mixed=false", "true"],
+        ),
+        (
+            {
+                **MODEL,
+                "cluster": {"engine": "sglang"},
+                "policy": {"name": "planned", "profile": "p", "split": "mixed"},
+            },
+            ["policy.split=mixed", "cluster.engine=sglang", "n_P:n_D"],
+        ),
         ({**MODEL, "cluster": {"kv_tokens": 100}}, ["cluster.kv_tokens=100", "1040 or more"]),
         (
             {**MODEL, "cluster": {"engine": "sglang", "gpus_per_prefill": 2}, "policy": {"name": "planned"}},

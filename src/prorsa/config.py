@@ -125,14 +125,23 @@ class Planning(Section):
     """Whether it also decides when weights were updated and when a step begins, beside every `horizon` seconds."""
 
 
+MIXED = "mixed"
+"""`policy.split` where all instances start mixed."""
+
+
 class RolePolicy(Section):
     """Who decides the roles; real and simulated clusters have it in common."""
 
     split: str | None = None
-    """`n_P:n_D` for `static`; for `adaptive` and `planned` the roles to start with. The default halves the instances."""
+    """`n_P:n_D` for `static`; for `adaptive` and `planned` the roles to start with, and for `planned` also `mixed`,
+    all colocated. The default halves the instances."""
     horizon: Seconds = 10.0
     """S: how far the forecast looks, and how often the manager decides (paper, 4.1.2)."""
     planning: Planning = Planning()
+
+    @property
+    def starts_mixed(self) -> bool:
+        return self.split == MIXED
 
 
 class Policy(RolePolicy):
@@ -154,8 +163,8 @@ class Policy(RolePolicy):
         return self.forecast or ("survival" if self.name == "planned" else "decode-returns")
 
     def initial_split(self, instances: int) -> tuple[int, int]:
-        """(n_P, n_D) to start with; (0, 0) under `colocated`, where every instance is mixed."""
-        if self.name == "colocated":
+        """(n_P, n_D) to start with; (0, 0) where every instance is mixed."""
+        if self.name == "colocated" or self.starts_mixed:
             return 0, 0
         if self.split is None:
             return instances // 2, instances - instances // 2
@@ -296,10 +305,34 @@ def split_counts(split: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
+def never_changes(name: str, policy: RolePolicy) -> str | None:
+    """What is wrong with `policy` where its instances start mixed and would stay so."""
+    if not policy.starts_mixed or name == "colocated":
+        return None
+    if name in ("static", "adaptive"):
+        return (
+            f"policy.split=mixed: under policy.name={name} no mixed instance becomes another; use planned, or colocated"
+        )
+    if not policy.planning.mixed:
+        return (
+            "policy.split=mixed: with policy.planning.mixed=false the instances stay so; set that to true, "
+            "or use policy.name=colocated"
+        )
+    return None
+
+
 def _impossibilities(config: Config) -> list[str]:
     cluster, policy = config.cluster, config.policy
     problems: list[str] = []
-    if policy.split is not None:
+    if policy.starts_mixed:
+        problem = never_changes(policy.name, policy)
+        if problem is None and cluster.engine == "sglang" and policy.name != "colocated":
+            problem = (
+                "policy.split=mixed: engines of cluster.engine=sglang stay what they are launched as; write policy.split "
+                "as n_P:n_D, or use policy.name=colocated"
+            )
+        problems += [problem] if problem else []
+    elif policy.split is not None:
         try:
             split_counts(policy.split)
         except ConfigError as error:
@@ -307,7 +340,7 @@ def _impossibilities(config: Config) -> list[str]:
             return problems
     if policy.name == "static" and policy.split is None:
         problems.append("policy.split=null: policy.name=static needs it; write it as n_P:n_D, such as 2:2")
-    if policy.name != "colocated":
+    if policy.name != "colocated" and not policy.starts_mixed:
         n_prefill, n_decode = policy.initial_split(cluster.instances)
         if cluster.instances < 2:
             problems.append(

@@ -19,6 +19,7 @@ NOTHING = Work(
     queued_prefix=0,
     decoding=0,
     decoding_left=0,
+    decoding_ends=0,
     decoding_context=0,
     returns=(0.0,) * 6,
     ahead=30.0,
@@ -88,6 +89,16 @@ def test_a_change_in_place_costs_nothing() -> None:
     assert back == pytest.approx([90.0, 90.0])
 
 
+def test_turns_end_at_the_rate_that_is_forecast() -> None:
+    work = replace(NOTHING, decoding=10, decoding_left=1000, decoding_ends=0.01, decoding_context=100)
+    now = Allocation(1, 1)
+    # A tenth of them a second: 10 e^(-t/10) decode, which is 10 (1 - e^-3) of the 30 instance-seconds. What goes on beyond,
+    # 70 s at the rate of the last 10 s, counts for as much.
+    last = 10 * (np.exp(-2) - np.exp(-3))
+    expected = (10 * (1 - np.exp(-3)) + 7 / 3 * 3 * last) / (1 + 7 / 3)
+    assert yields(work, now, [now], FLAT, ROOMY) == pytest.approx([expected], rel=0.03)
+
+
 def test_turns_that_outlast_the_time_ahead_count_as_they_go_on_at_its_end() -> None:
     """A prefill instance becomes a decode instance and takes half of the decodes: steps of 0.11 s, not 0.12 s."""
     short, long = (replace(NOTHING, decoding=20, decoding_left=left, decoding_context=100) for left in (300, 1e12))
@@ -134,7 +145,9 @@ def test_slots_bound_how_busy_a_prefill_instance_gets() -> None:
 
 
 def test_mixed_ranks_that_always_prefill_do_not_decode() -> None:
-    work = replace(NOTHING, queued=1e9, queued_new=1000, decoding=1, decoding_left=300, decoding_context=1)
+    work = replace(
+        NOTHING, queued=1e9, queued_new=1000, decoding=1, decoding_left=300, decoding_ends=1 / 300, decoding_context=1
+    )
     (found,) = yields(work, Allocation(0, 0, 1), [Allocation(0, 0, 1)], FLAT, ROOMY)
     assert found == pytest.approx(30.0, rel=0.02)
 
@@ -143,9 +156,15 @@ def test_mixed_ranks_that_always_prefill_do_not_decode() -> None:
 @pytest.mark.parametrize("every", [1, 4])
 def test_candidates_flow_side_by_side_as_each_does_alone(every: int, even_out: bool) -> None:
     work = replace(
-        NOTHING, queued=40, queued_new=2500, decoding=30, decoding_left=300, decoding_context=1000, again=0.9
+        NOTHING,
+        queued=40,
+        queued_new=2500,
+        decoding=30,
+        decoding_left=300,
+        decoding_ends=1 / 300,
+        decoding_context=1000,
     )
-    work = replace(work, returns=(20.0, 0.0, 5.0), turn_new=700)
+    work = replace(work, again=0.9, returns=(20.0, 0.0, 5.0), turn_new=700)
     bounds = Bounds(kv_tokens=50_000, prefill_slots=6, prefill_every=every, even_out=even_out)
     now = Allocation(2, 2)
     candidates = [now, Allocation(1, 3), Allocation(3, 1), Allocation(1, 2, 1), Allocation(0, 0, 4), Allocation(4, 0)]
@@ -185,6 +204,7 @@ def test_twice_the_work_on_twice_the_instances_yields_twice_as_much(
         queued_new=new,
         decoding=decoding,
         decoding_left=output,
+        decoding_ends=1 / output,
         decoding_context=1000,
         returns=(coming,) * 6,
         turn_new=new,

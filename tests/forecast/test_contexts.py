@@ -54,9 +54,8 @@ def test_the_queue_is_in_the_order_of_entry():
 def test_nothing_is_left_of_a_group_that_is_forgotten():
     groups = Groups()
     numbers = groups.column()
-    numbers[groups.row("a")] = 5.0
-    groups.forget("a")
-    assert numbers[groups.rows(["a"])[0]] == 0.0
-    assert numbers[groups.row("b")] == 0.0
-    numbers[groups.row("b")] = 7.0
-    assert [numbers[row] for row in groups.rows(["a", "b"])] == [0.0, 7.0]
+    groups.cover(2)
+    numbers[0], numbers[1] = 5.0, 7.0
+    groups.forget(0)
+    groups.cover(3)
+    assert numbers.tolist() == [0.0, 7.0, 0.0]

@@ -133,6 +133,20 @@ def test_what_cannot_change_a_comparison_is_spared(whole: tuple[Study, list[Job]
     assert len({job.key for job in ran}) == len(ran)
 
 
+def test_who_decides_starts_in_the_better_baseline(whole: tuple[Study, list[Job]]) -> None:
+    starts = {name: whole[0].section(ON_POLICY, name).split for name in ("adaptive", "planned", "clairvoyant")}
+    assert starts == dict.fromkeys(starts, "2:6")
+
+    def took(job: Job) -> float:
+        return 150.0 if job.policy.name == "colocated" else seconds(job)
+
+    found, _ = study(took=took)
+    starts = {name: found.section(ON_POLICY, name).split for name in starts}
+    # The paper's rule knows no mixed instances.
+    assert starts == {"adaptive": "2:6", "planned": "mixed", "clairvoyant": "mixed"}
+    assert found.ablations(ON_POLICY)["starts in the best split"].split == "2:6"
+
+
 def test_a_split_that_is_nearly_as_good_runs_with_every_seed() -> None:
     def took(job: Job) -> float:
         """With the first seed 2:6 is the best by little, with the others 3:5 is."""

@@ -133,6 +133,19 @@ def test_simulate_compares_the_policies_of_a_scenario(tmp_path: Path, capsys: py
     )
 
 
+def test_a_plan_may_start_from_colocation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scenario = load_scenario(
+        scenario_path("deepseek-v3.2-math"),
+        ["rollout.steps=1", "rollout.load=0.0625", "policies={mixed: {name: planned, split: mixed}}"],
+    )
+    roles = run_scenario(scenario, "mixed").roles[0]
+    assert (roles.prefill, roles.decode, roles.mixed) == (0, 0, 8)
+    for others in ("adaptive, split: mixed", "planned, split: mixed, planning: {mixed: false}"):
+        arguments = ["simulate", "deepseek-v3.2-math", f"policies={{wrong: {{name: {others}}}}}", "--dry-run"]
+        assert main(arguments) == 2
+        assert "policy.split=mixed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["deepseek-v3.2-coding-agent", "mimo-v2.5-pro-math", "qwen3-235b-general-agent"])
 def test_a_dry_run_prints_a_scenario_that_reads_as_the_same_one(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

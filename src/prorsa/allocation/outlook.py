@@ -206,10 +206,9 @@ class _Flow:
         self._prefilled, self._decoded = np.zeros(rows), np.zeros((3, 2, rows))
 
     def run(self) -> Floats:
-        left, output = max(self._work.decoding_left, 1.0), max(self._work.turn_output, 1.0)
         # The part of each kind that ends with a token, negative, as `expm1` has it.
         per_token = np.empty_like(self._decodes)
-        per_token[[STAYED, RESUMED]], per_token[FRESH] = -1.0 / left, -1.0 / output
+        per_token[:FRESH], per_token[FRESH] = -self._work.decoding_ends, -1.0 / max(self._work.turn_output, 1.0)
         stayed, resumed, fresh = self._decodes
         resumed_and_fresh = self._decodes[RESUMED:]
         # Decodes on split and on mixed instances, and of those that stayed on either.

@@ -14,7 +14,7 @@ from prorsa.allocation.policies import ON_GRID, Handling, Moment, Policy, Situat
 from prorsa.allocation.solver import Allocation
 from prorsa.forecast.work import Work
 
-MIXED_COUNTS = 16
+MIXED_COUNTS = 8
 """Numbers of mixed instances that are compared, about; of prefill and decode instances, all are."""
 
 

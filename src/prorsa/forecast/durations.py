@@ -78,7 +78,8 @@ class Running:
         return self._probability(ending, horizon), residual
 
     def _probability(self, ending: NDArray[np.intp], horizon: float) -> Floats:
-        return _probability(ending, self._longer, self._elapsed, horizon)
+        beyond = horizon / np.maximum(self._elapsed + horizon, _TINY)
+        return np.where(self._longer > 0, ending / np.maximum(self._longer, 1), beyond)
 
     def _ending(self, horizon: float) -> NDArray[np.intp]:
         """How many samples of the class are > e and < e + h."""
@@ -92,21 +93,17 @@ def expected_ends(durations: Durations, elapsed: Floats, horizons: Floats) -> Fl
     samples = durations.ascending()
     # In order they are found several times faster.
     elapsed = np.sort(elapsed)
-    past = np.searchsorted(samples, elapsed, side="right")
-    ending = np.maximum(np.searchsorted(samples, elapsed + horizons[:, None], side="left") - past, 0)
-    ends: Floats = _probability(ending, len(samples) - past, elapsed, horizons[:, None]).sum(axis=1)
+    evident = int(np.searchsorted(elapsed, samples[-1])) if len(samples) else 0
+    beyond, elapsed, horizons = elapsed[evident:], elapsed[:evident], horizons[:, None]
+    past = samples.searchsorted(elapsed, side="right")
+    ending = np.maximum(samples.searchsorted(elapsed + horizons, side="left") - past, 0)
+    ends: Floats = (ending / (len(samples) - past)).sum(axis=1)
+    if len(beyond):
+        ends += (horizons / np.maximum(beyond + horizons, _TINY)).sum(axis=1)
     return ends
 
 
 _TINY = np.finfo(np.float64).tiny
-
-
-def _probability(
-    ending: NDArray[np.intp], longer: NDArray[np.intp], elapsed: Floats, horizon: Floats | float
-) -> Floats:
-    """Of an operation that `longer` samples are longer than, `ending` of which end within the horizon."""
-    beyond = horizon / np.maximum(elapsed + horizon, _TINY)
-    return np.where(longer > 0, ending / np.maximum(longer, 1), beyond)
 
 
 def _keys(which: NDArray[np.intp], seconds: Floats) -> NDArray[np.complex128]:

@@ -25,8 +25,10 @@ class Work:
     decoding: float
     """Trajectories in DECODE."""
     decoding_left: float
-    """Output tokens that the turn of such a trajectory has still to make: the mean of memoryless turns of which as many would
-    end within a horizon, for the real mean is that of a few long ones."""
+    """Output tokens that the turn of such a trajectory has still to make."""
+    decoding_ends: float
+    """The part of these turns that ends with a token, within a horizon: the mean of what they have left is that of a few
+    long ones, and says little of that."""
     decoding_context: float
     """Tokens of context that it has."""
     returns: tuple[float, ...]
@@ -38,7 +40,7 @@ class Work:
     """Of a request that is to come; so are the next two."""
     turn_prefix: float
     turn_output: float
-    """Output tokens of its turn."""
+    """Output tokens of its turn: of memoryless turns of which as many would end within a horizon, or their mean, if less."""
     again: float
     """Probability that a turn which ends now is followed by another request of its trajectory within `ahead` seconds."""
     away: float

@@ -94,6 +94,8 @@ class Transition(NamedTuple):
     """The `turn` column before the event."""
     task: str
     group: str
+    group_code: int
+    """The `group` column: see `Names` for how long it stands for `group`."""
     concurrency: int
     """The `concurrency` column of `before`; 0 where it has none."""
     sampled_at: float

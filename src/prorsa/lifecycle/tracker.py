@@ -163,6 +163,7 @@ class Tracker:
             turn=columns["turn"][row],
             task=self._name("task", row),
             group=self._name("group", row),
+            group_code=columns["group"][row],
             concurrency=columns["concurrency"][row],
             sampled_at=columns["sampled_at"][row],
             **{name: self._name(name, row) for name in transient},
@@ -234,6 +235,7 @@ class Tracker:
             turn=0,
             task=event.task,
             group=event.group,
+            group_code=columns["group"][row],
             concurrency=0,
             sampled_at=event.time,
         )

@@ -139,19 +139,19 @@ class _Setting:
 
 def _roles(policy: PolicySection, prefill: Profile, decode: Profile, gpus: int) -> dict[str, Role]:
     """The instances by name with the roles that they start in. Raises `ConfigError`."""
-    if policy.name == "colocated":
-        count = gpus // prefill.gpus
-        if count < 1:
-            raise ConfigError(
-                f"hardware.gpus={gpus}: one instance takes {prefill.gpus}; set it to {prefill.gpus} or more"
-            )
-        return {f"engine-{index}": Role.MIXED for index in range(count)}
     unequal = prefill.gpus != decode.gpus or prefill.name != decode.name
     if policy.name in ("adaptive", "planned", "clairvoyant") and unequal:
         raise ConfigError(
             f"policy.name={policy.name} with hardware.decode_profile={decode.name!r}: an instance of {prefill.gpus} GPUs "
             f"cannot become one of {decode.gpus} while it runs; use static splits, or one profile for both roles"
         )
+    if policy.name == "colocated" or policy.starts_mixed:
+        count = gpus // prefill.gpus
+        if count < 1:
+            raise ConfigError(
+                f"hardware.gpus={gpus}: one instance takes {prefill.gpus}; set it to {prefill.gpus} or more"
+            )
+        return {f"engine-{index}": Role.MIXED for index in range(count)}
     if policy.split is None:
         count = gpus // prefill.gpus
         n_prefill, n_decode = (count // 2, count - count // 2) if not unequal else (1, 1)

@@ -19,6 +19,7 @@ from prorsa.config import (
     RolePolicy,
     Seconds,
     Section,
+    never_changes,
     read_yaml,
     validated,
 )
@@ -78,6 +79,9 @@ class PolicySection(RolePolicy):
 
     @model_validator(mode="after")
     def _possible(self) -> PolicySection:
+        problem = never_changes(self.name, self)
+        if problem is not None:
+            raise ValueError(problem)
         if self.name == "planned" and self.forecaster != "survival":
             raise ValueError(
                 f"policy.forecast={self.forecast}: policy.name=planned needs survival, which alone says what the work is"

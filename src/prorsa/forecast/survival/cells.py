@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -18,29 +17,15 @@ DENSE = 1 << 15
 class Cells:
     """The cells of rows whose integer `columns` are the same."""
 
-    def __init__(self, columns: Sequence[NDArray[np.integer]]) -> None:
-        code, radices = np.zeros(len(columns[0]), dtype=np.int64), []
-        for column in columns:
-            low = int(column.min()) if len(column) else 0
-            width = int(column.max()) - low + 1 if len(column) else 1
-            code *= width
-            code += column
-            code -= low
-            radices.append((low, width))
-        if math.prod(width for _, width in radices) <= DENSE:
-            counts = np.bincount(code)
-            used = np.flatnonzero(counts)
-            number = np.empty(len(counts), dtype=np.intp)
-            number[used] = np.arange(len(used))
-            self.cell: NDArray[np.intp] = number[code]
-        else:
-            used, self.cell = np.unique(code, return_inverse=True)
+    def __init__(self, columns: NDArray[np.intp] | Sequence[NDArray[np.integer | np.bool_]]) -> None:
+        rows = np.array(columns, dtype=np.intp)
+        code, size = _codes(rows)
+        self.cell = _dense(code, size) if size <= DENSE else np.unique(code, return_inverse=True)[1]
         """Of each row."""
-        self.columns: list[NDArray[np.intp]] = []
-        """Of each cell."""
-        for low, width in reversed(radices):
-            used, digit = np.divmod(used, width)
-            self.columns.insert(0, digit + low)
+        some = np.empty(int(self.cell.max(initial=-1)) + 1, dtype=np.intp)
+        some[self.cell] = np.arange(len(code))
+        self.columns: NDArray[np.intp] = rows.take(some, axis=1)
+        """[column, cell]; the cells are in the order of their columns, the first one foremost."""
 
     def __len__(self) -> int:
         return len(self.columns[0])
@@ -59,6 +44,27 @@ class Cells:
         means: Floats = self.sums(values) / self.count
         return means
 
-    def pairs(self) -> Iterator[tuple[int, int]]:
-        """The first two columns."""
-        return zip(self.columns[0].tolist(), self.columns[1].tolist(), strict=True)
+
+def _codes(rows: NDArray[np.intp]) -> tuple[NDArray[np.intp], int]:
+    """(a number of each row of [column, row], in the order of the columns, how many there could be)."""
+    code, size, first = np.zeros(rows.shape[1], dtype=np.intp), 1, 0
+    if not len(code):
+        return code, size
+    for column, low, high in zip(rows, rows.min(axis=1).tolist(), rows.max(axis=1).tolist(), strict=True):
+        width = high - low + 1
+        code *= width
+        code += column
+        first = first * width + low
+        size *= width
+    code -= first
+    return code, size
+
+
+def _dense(code: NDArray[np.intp], size: int) -> NDArray[np.intp]:
+    """The codes that occur, of `size` possible ones, numbered anew without gaps."""
+    occurs = np.zeros(size, dtype=np.bool_)
+    occurs[code] = True
+    used = np.flatnonzero(occurs)
+    number = np.empty(size, dtype=np.intp)
+    number[used] = np.arange(len(used))
+    return number.take(code)

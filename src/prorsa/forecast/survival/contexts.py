@@ -82,30 +82,28 @@ class Contexts:
     def observe(self, transition: Transition) -> bool:
         """Take a transition in, once what it was known for has been read. True: the last live one of its group has ended."""
         event = transition.event
-        name = event.trajectory
+        name, group = event.trajectory, transition.group_code
         self._now = event.time
         if isinstance(event, e.Sampled):
-            self._members[self._groups.row(event.group)] += 1.0
+            self._groups.cover(group + 1)
+            self._members[group] += 1.0
         elif isinstance(event, e.Ready):
             self._starts[name] = event.tokens
-            row = self._groups.row(transition.group)
             if transition.before is not State.TOOL:
-                self._prompts[row] = event.tokens
-            self._queue.put(name, row, transition.tokens, self._cached.get(name, UNKNOWN))
+                self._prompts[group] = event.tokens
+            self._queue.put(name, group, transition.tokens, self._cached.get(name, UNKNOWN))
         elif isinstance(event, e.DecodeStarted):
             self._queue.take(name)
             self._cached[name] = transition.tokens
-            self._computed[self._groups.row(transition.group)] = 1.0
+            self._computed[group] = 1.0
         elif isinstance(event, e.ToolStarted):
             self._cached[name] = event.tokens
         elif isinstance(event, e.Requeued):
             if transition.before is State.DECODE:
                 self._cached[name] = event.tokens
-            self._queue.put(
-                name, self._groups.row(transition.group), transition.tokens, self._cached.get(name, UNKNOWN)
-            )
+            self._queue.put(name, group, transition.tokens, self._cached.get(name, UNKNOWN))
         elif isinstance(event, e.ENDS):
-            return self._ended(name, transition.group)
+            return self._ended(name, group)
         return False
 
     def caches_lost(self) -> None:
@@ -123,25 +121,23 @@ class Contexts:
         return self._cached.get(trajectory, 0)
 
     def have_prompts(self) -> NDArray[np.bool_]:
-        """[row of the groups]: whether the first prompt is in a cache."""
+        """[group]: whether the first prompt is in a cache."""
         return np.array(self._computed) > 0.0
 
-    def uncached(self, trajectory: str, group: str, tokens: int) -> int:
+    def uncached(self, trajectory: str, group: int, tokens: int) -> int:
         """Of a prompt of `tokens`, how many have to be computed; one at least."""
         cached = self._cached.get(trajectory)
         if cached is None:
-            row = self._groups.row(group)
-            cached = int(self._prompts[row] * self._computed[row])
+            cached = int(self._prompts[group] * self._computed[group])
         return max(tokens - cached, 1)
 
     def queue(self) -> tuple[Floats, Floats]:
         """(tokens, tokens that have to be computed) of the requests in READY and PREFILL, in the order of the queue."""
         return self._queue.tokens(np.array(self._prompts) * np.array(self._computed))
 
-    def _ended(self, trajectory: str, group: str) -> bool:
+    def _ended(self, trajectory: str, group: int) -> bool:
         self._queue.take(trajectory)
         self._starts.pop(trajectory, None)
         self._cached.pop(trajectory, None)
-        row = self._groups.row(group)
-        self._members[row] -= 1.0
-        return self._members[row] <= 0.0
+        self._members[group] -= 1.0
+        return self._members[group] <= 0.0

@@ -107,21 +107,23 @@ class Passed:
 def pass_through(stages: Stages) -> Passed:
     """Serve the queue in order and let what is decoded come back."""
     admitted_queued, spare = _serve_queued(stages)
-    returned = _passed(admitted_queued, *_returns(stages, stages.queued_turns))
-    served, again = _serve_new(stages, returned, spare)
+    of_queued, of_new = _returns(stages)
+    returned = _passed(admitted_queued, of_queued)
+    served, again = _serve_new(stages, _delayed(of_new, stages), returned, spare)
     admitted_new = _delayed(served, stages)
     both = np.concatenate((admitted_queued, admitted_new), axis=1)
     ends = np.concatenate((stages.queued_turns.ends, stages.turns.ends))
-    speed = np.repeat((stages.queued_turns.speed, stages.turns.speed), len(stages.appended))
-    output = speed[:, None] * stages.grid.lags
-    stays = 1.0 - np.cumsum(ends, axis=1)
+    leaves = np.array((ends, 1.0 - np.add.accumulate(ends, axis=1)))
+    output = np.array((stages.queued_turns.speed, stages.turns.speed)).repeat(len(stages.appended))
+    leaves_with = leaves * (output[:, None] * stages.grid.lags)
+    ended, decoding = _passed(both, np.array((leaves, leaves_with)))
     return Passed(
         stages.coming + again,
         again,
         admitted_queued,
         admitted_new,
-        _passed(both, ends, ends * output).reshape(2, 2, *again.shape[1:]).sum(axis=1),
-        _passed(both, stays, stays * output).sum(axis=1),
+        ended.reshape(2, 2, *again.shape[1:]).sum(axis=1),
+        decoding.sum(axis=1),
     )
 
 
@@ -140,17 +142,17 @@ def _serve_queued(stages: Stages) -> tuple[Floats, Floats]:
         tokens = np.append(0.0, np.cumsum(queued.tokens))
         requests = np.arange(len(work), dtype=np.float64)
         share = np.diff([np.interp(done, work, passed / passed[-1]) for passed in (requests, tokens)])
-    return queued.volume[:, :, None] * share[:, None], np.maximum(capacity - np.diff(done), 0.0)
+    return queued.volume[:, :, None] * share[:, None], np.maximum(capacity - (done[1:] - done[:-1]), 0.0)
 
 
-def _serve_new(stages: Stages, returned: Floats, spare: Floats) -> tuple[Floats, Floats]:
+def _serve_new(stages: Stages, returns: Floats, returned: Floats, spare: Floats) -> tuple[Floats, Floats]:
     """Serve what arrives in order, in the seconds `spare` [bin] of the instances.
 
-    `returned` [2, task, bin] comes back of the queue. Returns [2, task, bin] each: what is served, and what comes back of
-    the queue and of that.
+    What is served comes back by the kernels `returns` (chance and gain); `returned` [2, task, bin] comes back of the queue.
+    Returns [2, task, bin] each: what is served, and what comes back of the queue and of that.
     """
     tasks, bins = stages.coming.shape[1:]
-    chance, gain = (_delayed(kernel, stages) for kernel in _returns(stages, stages.turns))
+    chance, gain = returns
     # [task, what returns, bins ago, what was served], the oldest first: what returns in a bin is one product.
     kernel = np.zeros((tasks, 2, bins, 2))
     kernel[:, REQUESTS, :, REQUESTS] = kernel[:, TOKENS, :, TOKENS] = chance[:, ::-1]
@@ -172,23 +174,33 @@ def _serve_new(stages: Stages, returned: Floats, spare: Floats) -> tuple[Floats,
             again[k] += came
             waiting += came
             work += float(np.vdot(seconds, came))
-            share = min(left / work, 1.0) if work > 0.0 else 1.0
-            now = share * waiting
-            waiting -= now
-            left -= share * work
-            work *= 1.0 - share
+            if left <= 0.0 < work:
+                came = np.zeros((tasks, 2, 1))
+                break
+            done = min(left, work)
+            now = done / work * waiting if work > 0.0 else waiting
+            waiting = waiting - now
+            left -= done
+            work -= done
             served[:, 2 * k : 2 * k + 2] += now
             # What the last round leaves of these comes with the next bin.
             came = np.matmul(at_once, now)
     return served.reshape(tasks, bins, 2).transpose(2, 0, 1), again[..., 0].transpose(2, 1, 0)
 
 
-def _returns(stages: Stages, turns: Turns) -> tuple[Floats, Floats]:
-    """From admission to the next request, [task, lag]: the chance, and the chance times what the context gains."""
-    output = turns.speed * stages.grid.lags
-    back, gain = convolved(np.array((turns.ends, turns.ends * output)), stages.tools)
-    goes_on = turns.goes_on[:, None]
-    return goes_on * back, goes_on * (gain + stages.appended[:, None] * back)
+def _returns(stages: Stages) -> Floats:
+    """Kernels from admission to the next request, of the turns that are queued and of those to come.
+
+    [2, 2, task, lag]: of both, the chance, and the chance times what the context gains.
+    """
+    kinds = stages.queued_turns, stages.turns
+    lags = stages.grid.lags
+    back: Floats = convolved(
+        np.array([(turns.ends, turns.ends * (turns.speed * lags)) for turns in kinds]), stages.tools
+    )
+    back[:, TOKENS] += stages.appended[:, None] * back[:, REQUESTS]
+    back *= np.array([turns.goes_on for turns in kinds])[:, None, :, None]
+    return back
 
 
 def _delayed(volume: Floats, stages: Stages) -> Floats:
@@ -200,17 +212,21 @@ def _delayed(volume: Floats, stages: Stages) -> Floats:
     return convolved(volume, delay[None, :-2])
 
 
-def _passed(volume: Floats, chance: Floats, gain: Floats) -> Floats:
-    """[2, task, bin] that leaves a stage; `gain` [task, lag] are the tokens that a request gains, times the chance."""
-    through = convolved(volume, chance)
-    through[TOKENS] += convolved(volume[REQUESTS], gain)
+def _passed(volume: Floats, kernels: Floats) -> Floats:
+    """[..., 2, task, bin] that leaves a stage; `kernels` [2, ..., task, lag] are the chance, and the tokens that a request
+    gains, times the chance."""
+    moved = convolved(volume, kernels[:, ..., None, :, :])
+    through: Floats = moved[0]
+    through[..., TOKENS, :, :] += moved[1, ..., REQUESTS, :, :]
     return through
 
 
 def convolved(volume: Floats, kernel: Floats) -> Floats:
-    """What leaves a stage, on the same grid: [..., task, bin] through [task, lag]."""
-    late = np.concatenate((kernel, np.zeros((len(kernel), 1))), axis=1)
-    through: Floats = np.einsum("tkj,...tj->...tk", late[:, _lags(kernel.shape[-1])], volume)
+    """What leaves a stage, on the same grid: [..., task, bin] through [..., task, lag]."""
+    bins = kernel.shape[-1]
+    late = np.zeros((*kernel.shape[:-1], bins + 1))
+    late[..., :-1] = kernel
+    through: Floats = np.matmul(late.take(_lags(bins), axis=-1), volume[..., None])[..., 0]
     return through
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
-from itertools import repeat
+from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,48 +35,32 @@ FRAILTY = 1.0
 
 
 class Groups:
-    """Numbers of each live group, in columns that are read for all groups at once; 0 where nothing is known."""
+    """Numbers of each live group, in columns that are read for all groups at once; 0 where nothing is known.
+
+    A group is known by its code (`lifecycle.snapshot.Names`), which is its row in the columns.
+    """
 
     def __init__(self) -> None:
-        # Row 0 stands for all groups of which nothing is known.
-        self._rows: dict[str, int] = {}
-        self._free: list[int] = []
         self._columns: list[array[float]] = []
-        self._size = 1
+        self._size = 0
 
     def column(self) -> array[float]:
-        """A new one, to be written in `row`s."""
+        """A new one, to be written in the rows that are there."""
         column = array("d", [0.0] * self._size)
         self._columns.append(column)
         return column
 
-    def row(self, group: str) -> int:
-        """Where the group is in the columns, where it is put if nothing was known of it."""
-        row = self._rows.get(group)
-        return self._new(group) if row is None else row
+    def cover(self, size: int) -> None:
+        """See that there are rows for the codes below `size`."""
+        if size > self._size:
+            for column in self._columns:
+                column.extend([0.0] * (size - self._size))
+            self._size = size
 
-    def rows(self, groups: Sequence[str]) -> NDArray[np.intp]:
-        """Where each group is, without putting it there."""
-        return np.fromiter(map(self._rows.get, groups, repeat(0)), dtype=np.intp, count=len(groups))
-
-    def forget(self, group: str) -> None:
+    def forget(self, group: int) -> None:
         """None of it is live any more."""
-        row = self._rows.pop(group, None)
-        if row is not None:
-            for column in self._columns:
-                column[row] = 0.0
-            self._free.append(row)
-
-    def _new(self, group: str) -> int:
-        if self._free:
-            row = self._free.pop()
-        else:
-            row = self._size
-            self._size += 1
-            for column in self._columns:
-                column.append(0.0)
-        self._rows[group] = row
-        return row
+        for column in self._columns:
+            column[group] = 0.0
 
 
 class GroupLengths:
@@ -89,21 +73,19 @@ class GroupLengths:
 
     def __init__(self, groups: Groups) -> None:
         self._classes: dict[str, Ema] = {}
-        self._groups = groups
         self._counts, self._totals = groups.column(), groups.column()
         """Number and sum of the group's e."""
         self._own, self._squares = Ema(FORGET), Ema(FORGET)
         self._products, self._paired, self._before = Ema(FORGET), Ema(FORGET), Ema(FORGET)
         """Of a value and the mean of those before it in its group, where there are some."""
 
-    def add(self, kind: str, group: str, value: float) -> float:
+    def add(self, kind: str, group: int, value: float) -> float:
         """A value of the class `kind`. Returns the factor that stood for the group before."""
         mean = self._classes.get(kind)
         if mean is None:
             mean = self._classes[kind] = Ema(FORGET)
         logarithm = math.log(max(value, 1e-9))
-        row = self._groups.row(group)
-        count, total = self._counts[row], self._totals[row]
+        count, total = self._counts[group], self._totals[group]
         shift = self._shift(count, total)
         if mean.count:
             own = logarithm - mean.value
@@ -113,8 +95,8 @@ class GroupLengths:
                 self._products.add(own * total / count)
                 self._paired.add(own)
                 self._before.add(total / count)
-            self._counts[row] = count + 1.0
-            self._totals[row] = total + own
+            self._counts[group] = count + 1.0
+            self._totals[group] = total + own
         mean.add(logarithm)
         return math.exp(shift)
 
@@ -173,56 +155,50 @@ class Endings:
 
     def __init__(self, groups: Groups) -> None:
         self._tasks: dict[str, _Task] = {}
-        self._groups = groups
         self._ended, self._expected = groups.column(), groups.column()
         """Ends that the group had, and that were to be expected."""
 
-    def add(self, task: str, group: str, turn: int, last: bool) -> None:
+    def add(self, task: str, group: int, turn: int, last: bool) -> None:
         """Turn `turn`, counted from 0, of a trajectory has ended."""
         counts = self._tasks.get(task)
         if counts is None:
             counts = self._tasks[task] = _Task()
-        row = self._groups.row(group)
-        ended, expected = self._ended[row], self._expected[row]
+        ended, expected = self._ended[group], self._expected[group]
         inclination = (FRAILTY + ended) / (FRAILTY + expected)
-        place = _place(turn)
-        counts.turns[place] += inclination
         counts.all_turns += 1.0
+        place = _place(turn)
+        chance = counts.chance(place)
+        hazard = -math.log1p(-chance)
+        # The end was that many times as likely as in other groups: z times where it seldom comes, once where it always does.
+        counts.turns[place] += -math.expm1(-inclination * hazard) / chance
         if last:
             counts.last[place] += 1.0
             counts.all_last += 1.0
-        self._ended[row] = ended + last
-        self._expected[row] = expected - math.log1p(-counts.chance(place))
+        self._ended[group] = ended + last
+        # An end, whose chance is 1 - exp(-z * hazard), says of z near 1 as much as one where half of the hazard was to be
+        # expected, if that is small, and one if it was sure.
+        self._expected[group] = expected + (1.0 - hazard / math.expm1(hazard) if last else hazard)
 
-    def going_on(
-        self, tasks: Sequence[str]
-    ) -> Callable[[NDArray[np.integer], NDArray[np.intp], NDArray[np.int32]], Floats]:
-        """The chances that a turn is not the last, by its task's code in `tasks`, its group's row and its index.
+    def going_on(self, tasks: Sequence[str], turns: int) -> tuple[Floats, Floats]:
+        """([task, turn], [group]): the chance that a turn is not the last is exp(the first * the second).
 
-        1 for a task of which no turn has ended.
+        For the first `turns` turns of each task; it is 1 for a task of which no turn has ended.
         """
         counts = [self._tasks.get(name, _NOTHING) for name in tasks]
-        turns, last = np.array([one.turns for one in counts]), np.array([one.last for one in counts])
+        places = _places(turns)
+        ended, last = (
+            np.array(column)[:, places] for column in zip(*((one.turns, one.last) for one in counts), strict=True)
+        )
         shrink = SHRINK * np.array([one.overall for one in counts])
-        logarithms = np.log1p(-np.minimum((last + shrink[:, None]) / (turns + SHRINK), MOST))
-        inclination = (FRAILTY + np.array(self._ended)) / (FRAILTY + np.array(self._expected))
-
-        def of(task: NDArray[np.integer], group: NDArray[np.intp], turn: NDArray[np.int32]) -> Floats:
-            # Turns are few beside rows.
-            by_turn = logarithms[:, _places(np.arange(turn.max(initial=0) + 1))]
-            logarithm = by_turn.ravel()[task * by_turn.shape[1] + turn]
-            # Several times quicker than a power.
-            chances: Floats = np.exp(logarithm * inclination[group])
-            return chances
-
-        return of
+        logarithms = np.log1p(-np.minimum((last + shrink[:, None]) / (ended + SHRINK), MOST))
+        return logarithms, (FRAILTY + np.array(self._ended)) / (FRAILTY + np.array(self._expected))
 
 
 def _place(turn: int) -> int:
     return turn if turn < EXACT else EXACT + min(int(OCTAVE * math.log2(turn / EXACT)), 20 * OCTAVE - 1)
 
 
-def _places(turn: NDArray[np.integer]) -> NDArray[np.intp]:
-    """`_place` of each."""
-    late = EXACT + np.minimum(OCTAVE * np.log2(np.maximum(turn, EXACT) / EXACT), 20 * OCTAVE - 1).astype(np.intp)
-    return np.where(turn < EXACT, turn, late)
+@lru_cache(maxsize=4)
+def _places(turns: int) -> NDArray[np.intp]:
+    """`_place` of the first ones."""
+    return np.array([_place(turn) for turn in range(turns)], dtype=np.intp)

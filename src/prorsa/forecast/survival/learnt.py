@@ -104,11 +104,11 @@ class Learnt:
         elif transition.before is State.DECODE:
             self._begun.pop(event.trajectory, None)
         if self.contexts.observe(transition):
-            self.live_groups.forget(transition.group)
+            self.live_groups.forget(transition.group_code)
 
     def _joined(self, transition: Transition, event: e.PrefillStarted) -> None:
         name = event.trajectory
-        new = self.contexts.uncached(name, transition.group, transition.tokens)
+        new = self.contexts.uncached(name, transition.group_code, transition.tokens)
         self._joining[name] = new
         self._busy.joined(event.instance, event.time)
         if transition.turn == 0 and not self.contexts.cached(name):
@@ -135,7 +135,7 @@ class Learnt:
         self.starts.add((transition.mode or "", transition.image or ""), transition.elapsed, began)
 
     def _turn_ended(self, transition: Transition, tokens: int) -> None:
-        name, task, group = transition.event.trajectory, transition.task, transition.group
+        name, task, group = transition.event.trajectory, transition.task, transition.group_code
         began = transition.event.time - transition.elapsed
         if transition.before is State.TOOL:
             # Nobody knew of the answer before that it was the last one.
@@ -143,6 +143,9 @@ class Learnt:
             return
         output = max(tokens - self.contexts.start(name), 1)
         usual = self.groups.add(task, group, output)
+        if transition.turn == 0:
+            # A group's first turns go on beside each other: those that have ended are the short ones, and say nothing yet.
+            usual = 1.0
         self.outputs.add((task, load_bucket(transition.turn + 1)), output / usual, began)
         self.endings.add(task, group, transition.turn, transition.after is State.REWARD)
         instance, cached = transition.instance or "", self.contexts.cached(name)

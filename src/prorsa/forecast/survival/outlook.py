@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,13 +10,13 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from prorsa.forecast.backoff import Key, load_buckets
+from prorsa.forecast.backoff import load_buckets
 from prorsa.forecast.durations import Floats
 from prorsa.forecast.forecast import Forecast
 from prorsa.forecast.launches import elapsed
 from prorsa.forecast.survival.cells import Cells
 from prorsa.forecast.survival.flow import REQUESTS, TOKENS, Grid, Queue, Stages, Turns, convolved, pass_through
-from prorsa.forecast.survival.hazards import Curves, bins_of
+from prorsa.forecast.survival.hazards import Curves, Level, bins_of
 from prorsa.forecast.survival.learnt import Learnt
 from prorsa.forecast.work import AHEAD, SLICES, Work
 from prorsa.lifecycle.snapshot import MODES, Snapshot
@@ -27,8 +28,8 @@ PART = int(AHEAD * BINS) // SLICES
 """Bins in one of the `SLICES` of the time ahead; a horizon is some of these."""
 AT: Floats = np.append(np.arange(BINS + 1.0), np.arange(BINS + PART, AHEAD * BINS + 1.0, PART))
 """Where bins and slices end, in bins."""
-LAUNCH_TIMES = 2
-"""The sampler's launches are worked out at so many moments of a horizon."""
+LAUNCH_TIMES: Floats = np.append((0.0, 0.5), np.arange(1.0, AHEAD + 0.1, AHEAD / SLICES))
+"""When the sampler's launches are worked out, in horizons: now, in its middle, and from its end on where slices end."""
 SPEEDS = 8
 """Classes of decode speed in which it doubles."""
 COMMON = 0.1
@@ -98,8 +99,8 @@ class Outlook:
         self._tasks = snapshot.names.tasks or ("",)
         self._task = snapshot.task.astype(np.intp)
         self._live = self._by_task(ALL)
-        self._group = learnt.live_groups.rows(snapshot.names.groups)[snapshot.group]
-        """Of each trajectory, the row of its group."""
+        self._group = snapshot.group.astype(np.intp)
+        learnt.live_groups.cover(len(snapshot.names.groups))
         self._appended = np.array([learnt.lengths.appended_by_any(task) for task in self._tasks])
         self._instances = snapshot.names.instances or ("",)
         decodes = np.bincount(snapshot.instance[self._rows[State.DECODE]], minlength=len(self._instances)) > 0
@@ -112,16 +113,10 @@ class Outlook:
         self._server = learnt.server(len(instances) - mixed, mixed, snapshot.time)
         self._queued_tokens, self._queued_new = learnt.contexts.queue()
         self._queued_work = self._work_of(1.0, self._queued_new)
-        going_on = learnt.endings.going_on(self._tasks)
         # Those that have a turn to end first.
         self._busy = np.concatenate((self._rows[State.DECODE], self._queued))
-        task, group, turn = self._task, self._group, snapshot.turn.copy()
-        self._goes_on = going_on(task[self._busy], group[self._busy], turn[self._busy])
-        """Of `_busy`."""
-        self._comes = np.ones(len(snapshot))
-        self._comes[self._busy] = self._goes_on
-        turn[self._busy] += 1
-        self._then_goes_on = going_on(task, group, turn)
+        self._goes_on, self._then_goes_on = self._going_on()
+        """Chances that a tool follows: the present turn of `_busy`, and every trajectory's next one."""
 
     def forecast(self) -> Forecast:
         tools, tool_kernel, away = self._in_tools()
@@ -129,15 +124,20 @@ class Outlook:
         decoding = self._decoding()
         returning = self._returning(decoding, tool_kernel)
         sources = (launched, starting, tools, returning)
+        coming = Coming(
+            np.add.reduce([source.volume for source in sources]),
+            np.add.reduce([source.new for source in sources]),
+            np.add.reduce([source.slices for source in sources]),
+        )
         queued_new = float(self._queued_new.sum())
-        stages = self._stages(sources, decoding, tool_kernel)
+        stages = self._stages(coming, decoding, tool_kernel)
         passed = pass_through(stages)
         tokens = self._snapshot.tokens
         ready, inflight = (float(tokens[self._rows[state]].sum()) for state in (State.READY, State.PREFILL))
         parts = [float(source.volume[TOKENS].sum()) for source in sources]
         parts[3] += float(passed.later[TOKENS].sum())
-        admitted = [volume.sum(axis=(1, 2)) for volume in (passed.admitted_queued, passed.admitted_new)]
-        kv = self._kv(decoding.stays + passed.decoding)
+        admitted = np.array([volume.sum(axis=(1, 2)) for volume in (passed.admitted_queued, passed.admitted_new)]).T
+        kv = self._footprint(decoding.stays + passed.decoding)
         later_new = passed.later[REQUESTS].sum(axis=1) @ (self._appended + SEED)
         squares = self._mean_square()
         return Forecast(
@@ -150,29 +150,36 @@ class Outlook:
             inflight=inflight,
             bias=1.0,
             prefill_tokens=ready + inflight + sum(parts),
-            admitted_tokens=float(admitted[0][TOKENS] + admitted[1][TOKENS]),
-            admitted_kv=sum(self._footprint(*volume.tolist()) for volume in admitted),
+            admitted_tokens=float(admitted[TOKENS].sum()),
+            admitted_kv=float(self._footprint(admitted).sum()),
             decode_kv=float(self._kv_footprint(tokens[self._rows[State.DECODE]].astype(np.float64)).sum()),
             from_decode=parts[3],
-            admitted_backlog=float(admitted[0][TOKENS]),
-            uncached_tokens=queued_new + sum(float(source.new.sum()) for source in sources) + float(later_new),
+            admitted_backlog=float(admitted[TOKENS, 0]),
+            uncached_tokens=queued_new + float(coming.new.sum() + later_new),
             prefill_sd=float(np.sqrt(squares * sum(parts) + (COMMON * passed.later[TOKENS].sum()) ** 2)),
             completed_turns=float(decoding.ends[REQUESTS].sum() + passed.ended[REQUESTS].sum()),
             kv_now=decoding.kv,
             kv_end=float(kv[-1]),
             kv_peak=max(decoding.kv, float(kv.max())),
             kv_sd=float(np.sqrt(decoding.spread + squares * passed.decoding[TOKENS, -1])),
-            work=self._work(sources, queued_new, decoding, away),
+            work=self._work(coming, queued_new, decoding, away),
         )
 
-    def _stages(self, sources: Sequence[Coming], decoding: Decoding, tools: Floats) -> Stages:
-        coming = np.sum([source.volume for source in sources], axis=0)
-        new = np.sum([source.new for source in sources], axis=0)
+    def _going_on(self) -> tuple[Floats, Floats]:
+        turn, busy = self._snapshot.turn, self._busy
+        by_turn, inclination = self._learnt.endings.going_on(self._tasks, int(turn.max(initial=0)) + 2)
+        inclined = inclination.take(self._group)
+        place = self._task * by_turn.shape[1] + turn
+        present = place.take(busy)
+        place[busy] = present + 1
+        return np.exp(by_turn.take(present) * inclined.take(busy)), np.exp(by_turn.take(place) * inclined)
+
+    def _stages(self, coming: Coming, decoding: Decoding, tools: Floats) -> Stages:
         rows = self._queued
         return Stages(
             grid=self._grid,
-            coming=coming,
-            coming_work=self._work_of(coming[REQUESTS].sum(axis=0), new),
+            coming=coming.volume,
+            coming_work=self._work_of(coming.volume[REQUESTS].sum(axis=0), coming.new),
             queued=Queue(
                 np.array([self._by_task(rows), self._by_task(rows, self._snapshot.tokens[rows])]),
                 self._queued_tokens,
@@ -198,44 +205,45 @@ class Outlook:
         rows, snapshot, learnt = self._rows[State.TOOL], self._snapshot, self._learnt
         names = snapshot.names.tools
         seconds = elapsed(snapshot, rows)
-        cells = Cells([self._task[rows], snapshot.tool[rows], bins_of(seconds)])
+        cells = Cells((self._task[rows], snapshot.tool[rows], bins_of(seconds)))
         reached = cells.means(seconds)
         weight = cells.sums(learnt.tools.weights(snapshot.since[rows], snapshot.time))
-        running = reached, weight, snapshot.time
-        any_tool = learnt.tools.curves(self._task_keys(), cells.columns[0], *running)
+        classes = Cells(cells.columns[:2])
+        codes = zip(*classes.columns.tolist(), strict=True)
+        pairs, which = [(self._tasks[task], names[tool]) for task, tool in codes], classes.cell
+        levels = self._task_level(cells.columns[0]), Level([tool for _, tool in pairs], classes.columns[0], which)
+        any_tool, curves = learnt.tools.curves(levels, reached, weight, snapshot.time)
         every = np.arange(len(self._tasks))
         kernel = any_tool.kernel(every, np.zeros(len(every)), np.full(len(every), self._grid.step), BINS)
         away = any_tool.within(every, AHEAD * self._horizon)
         if not len(rows):
             return self._nobody(), kernel, away
-        classes = Cells(cells.columns[:2])
-        pairs, which = [(self._tasks[task], names[tool]) for task, tool in classes.pairs()], classes.cell
-        curves = learnt.tools.curves(pairs, which, *running, (any_tool, classes.columns[0]))
         results = [learnt.lengths.appended(*pair) for pair in pairs]
         appended = np.array([0.0 if result is None else result.value for result in results])[which]
         count, context = cells.count, snapshot.tokens[rows].astype(np.float64)
         lost = snapshot.since[rows] <= learnt.contexts.lost_at
         new = cells.sums(np.where(lost, context, SEED)) + count * appended
-        volume = np.array([count, cells.sums(context) + count * appended])
-        return self._coming(cells.columns[0], curves, which, reached, volume, new), kernel, away
+        weights = np.array([count, cells.sums(context) + count * appended, new])
+        return self._coming(cells.columns[0], curves, which, reached, weights), kernel, away
 
     def _starting(self) -> Coming:
         rows = np.concatenate((self._rows[State.SAMPLED], self._rows[State.SANDBOX_STARTING]))
         snapshot, learnt = self._snapshot, self._learnt
         if not len(rows):
             return self._nobody()
-        images = snapshot.names.images
         seconds = elapsed(snapshot, rows)
-        cells = Cells([self._task[rows], snapshot.mode[rows], snapshot.image[rows], bins_of(seconds)])
+        # Without a sandbox, the mode is the first one and the image the last.
+        cells = Cells((self._task[rows], snapshot.mode[rows] + 1, snapshot.image[rows], bins_of(seconds)))
         reached = cells.means(seconds)
         classes = Cells(cells.columns[1:3])
-        keys = [
-            (MODES[mode] if mode >= 0 else "", images[image] if image >= 0 else "") for mode, image in classes.pairs()
-        ]
-        which = classes.cell
+        modes, images, which = ("", *MODES), (*snapshot.names.images, ""), classes.cell
+        levels = (
+            Level(modes, np.zeros(len(modes), dtype=np.intp), cells.columns[1]),
+            Level([images[image] for image in classes.columns[1].tolist()], classes.columns[0], which),
+        )
         weight = cells.sums(learnt.starts.weights(snapshot.since[rows], snapshot.time))
         upto = float(reached.max()) + AHEAD * self._horizon
-        curves = learnt.starts.curves(keys, which, reached, weight, snapshot.time, upto=upto)
+        _, curves = learnt.starts.curves(levels, reached, weight, snapshot.time, upto)
         known = snapshot.tokens[rows].astype(np.float64)
         expected = np.array([learnt.lengths.first(task) for task in self._tasks])
         prompts = np.where(known > 0, known, expected[self._task[rows]])
@@ -243,45 +251,35 @@ class Outlook:
         cached = learnt.contexts.have_prompts()[self._group[rows]]
         # Of a group whose prompt nobody has computed yet, one member does.
         new = np.where(cached, SEED, prompts / np.bincount(group)[group])
-        volume = np.array([cells.count, cells.sums(prompts)])
-        return self._coming(cells.columns[0], curves, which, reached, volume, cells.sums(new))
+        weights = np.array([cells.count, cells.sums(prompts), cells.sums(new)])
+        return self._coming(cells.columns[0], curves, which, reached, weights)
 
     def _launched(self) -> Coming:
         launches = self._learnt.launches
         if launches.injection is None:
             return self._nobody()
-        ahead = AHEAD * self._horizon
-        near = np.linspace(0.0, self._horizon, LAUNCH_TIMES, endpoint=False)
-        times = np.concatenate((near, np.arange(SLICES // AHEAD, SLICES + 1.0) * ahead / SLICES))[1:]
-        total = launches.within(self._snapshot, self._rows[State.REWARD], times)
-
-        def added(edges: Floats) -> Floats:
-            arrive = np.maximum(edges - launches.dispatch_delay, 0.0)
-            steps: Floats = np.diff(np.interp(arrive, np.append(0.0, times), np.append(0.0, total)))
-            return steps
-
-        requests = added(np.arange(BINS + 1.0) * self._grid.step)
+        times, total = self._horizon * LAUNCH_TIMES, np.zeros(len(LAUNCH_TIMES))
+        total[1:] = launches.within(self._snapshot, self._rows[State.REWARD], times[1:])
+        arrive = np.maximum(self._grid.step * AT - launches.dispatch_delay, 0.0)
+        arrived = np.interp(arrive, times, total)
+        each = arrived[1:] - arrived[:-1]
+        requests = each[:BINS]
         volume = np.zeros((2, len(self._tasks), BINS))
         # Of which task is not known: the most frequent one stands for all.
-        task = int(np.argmax(self._live))
-        volume[:, task] = requests, requests * self._learnt.lengths.first()
-        return Coming(volume, requests * self._learnt.first_new.value, added(np.arange(SLICES + 1.0) * ahead / SLICES))
+        volume[:, self._live.argmax()] = requests, requests * self._learnt.lengths.first()
+        return Coming(volume, requests * self._learnt.first_new.value, _slices(each))
 
     def _coming(
-        self,
-        task: NDArray[np.intp],
-        curves: Curves,
-        which: NDArray[np.intp],
-        reached: Floats,
-        volume: Floats,
-        new: Floats,
+        self, task: NDArray[np.intp], curves: Curves, which: NDArray[np.intp], reached: Floats, weights: Floats
     ) -> Coming:
-        """Of cells with `volume` [2, cell], in the order of their tasks, which go on as `curves` say."""
-        stays = curves.stays(which, reached, np.full(len(task), self._grid.step), AT)
-        through = -np.diff(self._through(task, volume, stays))
-        requests = through[REQUESTS].sum(axis=0)
-        slices = np.concatenate((requests[:BINS].reshape(-1, PART).sum(axis=1), requests[BINS:]))
-        return Coming(through[:, :, :BINS], -np.diff(new @ stays)[:BINS], slices)
+        """Of cells in the order of their tasks, which go on as `curves` say.
+
+        `weights` [3, cell] are their requests and tokens, and how many of these have to be computed.
+        """
+        course, alive = curves.course(which, reached, self._grid.step * AT[None])
+        through = _falls(self._through(task, weights / alive, course))
+        volume = through[:2, :, :BINS]
+        return Coming(volume, through[2, :, :BINS].sum(axis=0), _slices(through[REQUESTS].sum(axis=0)))
 
     def _nobody(self) -> Coming:
         return Coming(np.zeros((2, len(self._tasks), BINS)), np.zeros(BINS), np.zeros(SLICES))
@@ -294,44 +292,44 @@ class Outlook:
         rows = self._busy
         context, speeds, mean_speed = self._contexts(decode, rows)
         usual = learnt.groups.factors()[self._group]
-        factors = usual[rows]
+        # See `Learnt` for why not of a first turn.
+        factors = np.where(snapshot.turn[rows] > 0, usual[rows], 1.0)
         made, pace = np.maximum(context - snapshot.start[rows], 0.0) / factors, speeds / factors
-        waits = (np.arange(len(rows)) >= len(decode)).astype(np.int64)
+        waits = np.arange(len(rows)) >= len(decode)
         buckets = load_buckets(snapshot.turn[rows] + 1)
-        paces = np.rint(SPEEDS * np.log2(np.maximum(pace, 2.0**-10))).astype(np.int64)
-        cells = Cells([self._task[rows], buckets, bins_of(made), paces, waits])
+        paces = np.rint(SPEEDS * np.log2(np.maximum(pace, 2.0**-10))).astype(np.intp)
+        cells = Cells((self._task[rows], buckets, bins_of(made), paces, waits))
         reached, step = cells.means(made), cells.means(pace) * grid.step
         weight = cells.sums(learnt.outputs.weights(snapshot.since[rows], snapshot.time))
-        running = reached, weight, snapshot.time
-        fresh = learnt.outputs.curves(self._task_keys(), cells.columns[0], *running)
+        classes = Cells(cells.columns[:2])
+        which = classes.cell
+        levels = self._task_level(cells.columns[0]), Level(classes.columns[1].tolist(), classes.columns[0], which)
+        fresh, curves = learnt.outputs.curves(levels, reached, weight, snapshot.time)
         every, none = np.arange(len(self._tasks)), np.zeros(len(self._tasks))
         lengths = self._by_task(ALL, usual) / np.maximum(self._live, 1.0)
         kernel = fresh.kernel(every, none, mean_speed * grid.step / np.maximum(lengths, _TINY), BINS)
-        goes_on = self._by_task(ALL, self._comes * self._then_goes_on) / np.maximum(
-            self._by_task(ALL, self._comes), _TINY
-        )
-        later = Turns(kernel, goes_on, mean_speed)
+        comes = np.ones(len(snapshot))
+        comes[rows] = self._goes_on
+        again = self._by_task(ALL, comes * self._then_goes_on) / np.maximum(self._by_task(ALL, comes), _TINY)
+        later = Turns(kernel, again, mean_speed)
         output = fresh.left(every, none) * lengths
         shape = (2, len(self._tasks), BINS)
         if not len(rows):
             return Decoding(
                 0.0, 0.0, 0.0, output, np.zeros(shape), np.zeros(shape), np.zeros((2, BINS)), 0.0, later, later
             )
-        classes = Cells(cells.columns[:2])
-        keys, which = [(self._tasks[task], bucket) for task, bucket in classes.pairs()], classes.cell
-        curves = learnt.outputs.curves(keys, which, *running, (fresh, classes.columns[0]))
         now, wait = np.flatnonzero(cells.columns[4] == 0), np.flatnonzero(cells.columns[4] == 1)
-        stays = curves.stays(which[now], reached[now], step[now], np.arange(BINS + 1.0))
+        course, alive = curves.course(which[now], reached[now], step[now, None] * AT[: BINS + 1])
         count = cells.count
-        everyone = np.array([count[now], cells.sums(context)[now], cells.sums(speeds)[now]])
-        going_on = [
-            cells.sums(share)[now] for share in (self._goes_on, self._goes_on * context, self._goes_on * speeds)
-        ]
-        through = self._through(cells.columns[0][now], np.concatenate((everyone, going_on)), stays)
+        # Of everyone, and of those that go on.
+        goes_on = self._goes_on
+        sums = [cells.sums(part) for part in (context, speeds, goes_on, goes_on * context, goes_on * speeds)]
+        through = self._through(cells.columns[0, now], np.array([count, *sums]).take(now, axis=1) / alive, course)
         still = through[:3, :, 1:].sum(axis=1)
         still[TOKENS] += still[2] * grid.middles
-        ends = -np.diff(through).reshape(2, 3, len(self._tasks), BINS)
+        ends = _falls(through).reshape(2, 3, len(self._tasks), BINS)
         ends[:, TOKENS] += ends[:, 2] * grid.middles
+        last = course[:, -1] / alive
         left = curves.left(which, reached) * cells.means(factors)
         waiting = curves.kernel(which[wait], reached[wait], step[wait], BINS)
         numbers = np.maximum(self._by_task(self._queued), 1.0)[:, None]
@@ -343,7 +341,7 @@ class Outlook:
             ends=ends[0, :2],
             goes_on=ends[1, :2],
             stays=still[:2],
-            spread=float(cells.sums(context**2)[now] @ (stays[:, -1] * (1.0 - stays[:, -1]))),
+            spread=float(cells.sums(context**2)[now] @ (last * (1.0 - last))),
             queued=Turns(
                 self._through(cells.columns[0][wait], count[None, wait], waiting)[0] / numbers,
                 self._mean_by_task(self._queued, self._goes_on[len(decode) :]),
@@ -373,51 +371,43 @@ class Outlook:
 
     # What comes of it.
 
-    def _kv(self, decoding: Floats) -> Floats:
-        """KV-cache footprint of [2, bin]."""
-        return np.array([self._footprint(*point) for point in decoding.T.tolist()])
-
-    def _footprint(self, requests: float, tokens: float) -> float:
-        if requests <= 0.0:
-            return 0.0
-        return requests * float(self._kv_footprint(np.array([tokens / requests]))[0])
+    def _footprint(self, volume: Floats) -> Floats:
+        """KV-cache footprint of each column of [2, ...]."""
+        requests = np.maximum(volume[REQUESTS], _TINY)
+        footprint: Floats = requests * self._kv_footprint(volume[TOKENS] / requests)
+        return footprint
 
     def _mean_square(self) -> float:
         """Of a token, the length of the context that it is in: the variance of a random number of them, over its mean."""
         tokens = self._snapshot.tokens.astype(np.float64)
         return float(tokens @ tokens / max(tokens.sum(), 1.0))
 
-    def _work(
-        self, sources: Sequence[Coming], queued_new: float, decoding: Decoding, away: tuple[Floats, Floats]
-    ) -> Work:
+    def _work(self, coming: Coming, queued_new: float, decoding: Decoding, away: tuple[Floats, Floats]) -> Work:
         prefills, decode = self._learnt.prefills, self._rows[State.DECODE]
         queued, number = len(self._queued), len(decode)
         free = float(self._free[self._snapshot.instance[decode]].mean()) if number else self._learnt.speed.of()
         queued_tokens = float(self._snapshot.tokens[self._queued].sum())
-        requests, tokens = np.sum([source.volume.sum(axis=(1, 2)) for source in sources], axis=0).tolist()
-        new = float(sum(source.new.sum() for source in sources)) / requests if requests > 0.0 else 0.0
+        requests, tokens = coming.volume.sum(axis=(1, 2)).tolist()
+        new = float(coming.new.sum()) / requests if requests > 0.0 else 0.0
         mix = self._live / max(len(self._snapshot), 1)
         chance, seconds = away
         again = mix * decoding.later.goes_on * chance
         speed = decoding.later.speed
+        made = speed * self._horizon
+        turn_ends = _ends(made, float(mix @ (1.0 - decoding.later.ends.sum(axis=1))))
         return Work(
             queued=queued,
             queued_new=queued_new / max(queued, 1),
             queued_prefix=(queued_tokens - queued_new) / max(queued, 1),
             decoding=number,
-            decoding_left=_memoryless(
-                speed * self._horizon, float(decoding.stays[REQUESTS, -1]) / max(number, 1), decoding.left
-            ),
+            decoding_left=decoding.left,
+            decoding_ends=_ends(made, float(decoding.stays[REQUESTS, -1]) / max(number, 1)),
             decoding_context=decoding.context / max(number, 1),
-            returns=tuple(np.sum([source.slices for source in sources], axis=0).tolist()),
+            returns=tuple(coming.slices.tolist()),
             ahead=AHEAD * self._horizon,
             turn_new=new,
             turn_prefix=max(tokens / requests - new, 0.0) if requests > 0.0 else 0.0,
-            turn_output=_memoryless(
-                speed * self._horizon,
-                float(mix @ (1.0 - decoding.later.ends.sum(axis=1))),
-                float(mix @ decoding.output),
-            ),
+            turn_output=min(1.0 / max(turn_ends, _TINY), float(mix @ decoding.output)),
             again=float(again.sum()),
             away=float(again @ seconds / again.sum()) if again.sum() > 0.0 else 0.0,
             token_s=1.0 / free if free > 0.0 else 0.0,
@@ -453,8 +443,9 @@ class Outlook:
 
     # Helpers.
 
-    def _task_keys(self) -> list[Key]:
-        return [(task,) for task in self._tasks]
+    def _task_level(self, task: NDArray[np.intp]) -> Level:
+        """The classes of all tasks, with operations of tasks `task`."""
+        return Level(self._tasks, np.zeros(len(self._tasks), dtype=np.intp), task)
 
     def _by_task(self, rows: NDArray[np.intp] | slice, values: NDArray[np.number] | None = None) -> Floats:
         """[task]: the sum of the rows' values, or their number."""
@@ -474,9 +465,20 @@ class Outlook:
         return through
 
 
-def _memoryless(made: float, stay: float, mean: float) -> float:
-    """Tokens left of memoryless turns of which the part `stay` has not ended after `made` tokens; `mean` at most."""
-    return min(made / -np.log(stay), mean) if made > 0.0 and 0.0 < stay < 1.0 else mean
+def _falls(values: Floats) -> Floats:
+    """By how much they fall from one column to the next."""
+    falls: Floats = values[..., :-1] - values[..., 1:]
+    return falls
+
+
+def _slices(requests: Floats) -> Floats:
+    """[slice] of what is between two of `AT`."""
+    return np.append(requests[:BINS].reshape(-1, PART).sum(axis=1), requests[BINS:])
+
+
+def _ends(made: float, stay: float) -> float:
+    """The part of memoryless turns that ends with a token, where the part `stay` has not ended after `made` tokens."""
+    return -math.log(min(max(stay, _TINY), 1.0)) / made if made > 0.0 else 0.0
 
 
 def _by_state(state: NDArray[np.int8]) -> dict[State, NDArray[np.intp]]:

@@ -3,8 +3,8 @@
 The baselines are the strong ones: colocation with the cadence that is best, and the static split that is best, chosen
 afterwards. Both are sought with one seed: the cadence on-policy for each model and task, the split in every setting, along
 its neighbours until none is better. What is compared then runs with several seeds, of which every policy gets the same
-trajectories. The others start in the best split, as if a step before had left them there, and their mixed instances have the
-best cadence.
+trajectories. The others start in the better baseline, as if a step before had left them there, and their mixed instances have
+the best cadence; the paper's rule, which knows no mixed instances, starts in the best split.
 
 Runs are spared where they could not change a comparison: further seeds of a baseline that is far behind the other one, and of
 splits that are clearly not the best.
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from prorsa.config import ConfigError, Planning
+from prorsa.config import MIXED, ConfigError, Planning
 from prorsa.simulation.bounds import step_bounds
 from prorsa.simulation.experiments import paper
 from prorsa.simulation.experiments.grid import Grid, Job
@@ -232,10 +232,12 @@ class Study:
         return min(self._cadences(), key=lambda one: self._time(setting.on_policy, one))
 
     def section(self, setting: Setting, name: str) -> PolicySection:
-        """Of a policy that decides: it starts in the best split."""
-        told: dict[str, Any] = {"name": name, "split": self.static(setting, self.eighth(setting)).split}
-        if name != "adaptive":
-            told["prefill_every"] = self.colocated(setting).prefill_every
+        """Of a policy that decides."""
+        split, colocated = self.static(setting, self.eighth(setting)), self.colocated(setting)
+        if name == "adaptive":
+            return PolicySection(name="adaptive", split=split.split)
+        mixed = self._time(setting, colocated) < self._time(setting, split)
+        told = {"name": name, "split": MIXED if mixed else split.split, "prefill_every": colocated.prefill_every}
         return PolicySection.model_validate(told)
 
     def ablations(self, setting: Setting) -> dict[str, PolicySection]:
@@ -253,6 +255,7 @@ class Study:
             "patience of 10 s": planning({"patience": 10.0}),
             "any gain is enough": planning({"gain": 0.0}),
             "a gain of 5 %": planning({"gain": 0.05}),
+            "starts in the best split": whole.model_copy(update={"split": rule.split}),
             "starts half and half": whole.model_copy(update={"split": None}),
             "the paper's rule": rule,
             "the paper's rule, forecast survival": rule.model_copy(update={"forecast": "survival"}),

@@ -100,9 +100,10 @@ def _introduction(effort: Effort) -> str:
         f"{_joined(effort.loads)} times that below.\n\n"
         "*Best cadence* is colocation with the best of SGLang's default (0) and cadences of "
         f"{_joined(effort.budget.cadences)}, sought on-policy; *best split* the best static one, chosen afterwards among all "
-        "eighths of the instances around the best. The other policies start in that split, as if a step before had left them "
-        "there, and their mixed instances have that cadence. `clairvoyant` knows every trajectory's script and plans with a "
-        "model of the simulator; `planned` plans with `forecast=survival`. "
+        "eighths of the instances around the best. The other policies start in the better of the two by the first seed, as "
+        "if a step before had left them there (the paper's rule, which knows no mixed instances, in the split), and their "
+        "mixed instances have that cadence. `clairvoyant` knows every trajectory's script and plans with a model of the "
+        "simulator; `planned` plans with `forecast=survival`. "
         f"A baseline that is more than {100 * CLOSE:g} % slower than the other runs with the first seed only, and a split "
         f"with several where it is within {100 * SECOND:g} % of the best."
     )
