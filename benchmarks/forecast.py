@@ -5,11 +5,14 @@
 RUN is a run directory, of a rollout or of `prorsa simulate --record`. Its lifecycle events are applied again, with the tokens
 as they were reported. Every horizon each forecaster makes its forecast from the same snapshot; what the events then say is
 what it is held against, from `--warm` seconds on: until then it only learns. One survival forecaster answers for all.
+`scripts known` is one that knows what every trajectory will do, but not what the engines will take (`known_scripts.py`); the
+rows after it are also told how long decodes take in the run, or prefills, or both.
 
 Columns: prefill demand (the paper's: full prompts, backlog included), arrivals alone, decode admissions, KV cache in decode
 at the end of the window. `noise`: what WAPE of the arrivals the mere counting noise makes where independent requests of the
 live lengths come at a known rate (Poisson). `within 2 sd`: how often the arrivals are, by the forecast's standard deviation.
-Windows in which weights were updated are left out with `--no-syncs`: nobody announces an update.
+Windows in which weights were updated are left out with `--no-syncs`: nobody announces an update. So are those in which a
+role switch began with `--no-flips`.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from known_scripts import KnownScripts, read_scripts
 
 from prorsa.engines.protocol import Role
 from prorsa.forecast import (
@@ -65,6 +69,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, metavar="N", help="an asynchronous run that replaces whole groups")
     parser.add_argument("--prefill-tokens-per-s", type=float, default=8000.0, help="profiled speed of an instance")
     parser.add_argument("--no-syncs", action="store_true", help="leave out windows in which weights were updated")
+    parser.add_argument("--no-flips", action="store_true", help="leave out windows in which a role switch began")
     given = parser.parse_args()
     print("| run | horizon, s | windows | forecaster | prefill | arrivals | noise | within 2 sd | admissions | KV |")
     print("|---|---|---|---|---|---|---|---|---|---|")
@@ -76,14 +81,15 @@ def main() -> None:
             return None if given.group_size is None else GroupReplenishment(given.group_size)
 
         begin = run.events[0].time + given.warm
-        updates = [run.events[index].time for index in syncs] if given.no_syncs else []
+        unrest = [run.events[index].time for index in syncs] if given.no_syncs else []
+        unrest += [flip.time for flip in run.flips] if given.no_flips else []
         for windows in replay(run, syncs, given.horizons, injection, given.prefill_tokens_per_s):
-            kept = [i for i, start in enumerate(windows.starts) if start >= begin and quiet(windows, start, updates)]
+            kept = [i for i, start in enumerate(windows.starts) if start >= begin and quiet(windows, start, unrest)]
             report(path, windows, kept, context_in_decode(run.events))
 
 
-def quiet(windows: Windows, start: float, updates: Sequence[float]) -> bool:
-    return not any(start <= time < start + windows.horizon for time in updates)
+def quiet(windows: Windows, start: float, unrest: Sequence[float]) -> bool:
+    return not any(start <= time < start + windows.horizon for time in unrest)
 
 
 def replay(
@@ -94,6 +100,13 @@ def replay(
     tokens_per_s: float,
 ) -> list[Windows]:
     survival = SurvivalForecaster(injection(), tokens_per_s)
+    scripts, replaces = read_scripts(run.events), injection() is not None
+    known: dict[str, Forecaster] = {
+        "scripts known": KnownScripts(scripts, survival, replaces),
+        "and decode times": KnownScripts(scripts, survival, replaces, decodes=True),
+        "and prefill times": KnownScripts(scripts, survival, replaces, prefills=True),
+        "and both": KnownScripts(scripts, survival, replaces, decodes=True, prefills=True),
+    }
     asked: dict[float, dict[str, Forecaster]] = {
         horizon: {
             "paper": LifecycleForecaster(injection(), tokens_per_s),
@@ -101,11 +114,13 @@ def replay(
             "survival": survival,
             "persistence": Persistence(),
             "Kalman": Kalman(),
+            **known,
         }
         for horizon in horizons
     }
     listeners = list({id(one): one for names in asked.values() for one in names.values()}.values())
     tracker, meters = Tracker(), {horizon: WindowMeter() for horizon in horizons}
+    learners: list[Forecaster | WindowMeter] = [*listeners, *meters.values()]
     done = {horizon: Windows(horizon) for horizon in horizons}
     due = {horizon: run.events[0].time + horizon for horizon in horizons}
     reports = Reports(run, tracker)
@@ -124,8 +139,8 @@ def replay(
                 meters[horizon].open(made["survival"])
         reports.until(event.time)
         transition = tracker.apply(event)
-        for listener in (*listeners, *meters.values()):
-            listener.observe(transition)
+        for learner in learners:
+            learner.observe(transition)
         if index in syncs:
             for one in listeners:
                 one.caches_lost()
