@@ -110,7 +110,7 @@ class PrefillLine:
         event = transition.event
         self._ready += (transition.after is State.READY) - (transition.before is State.READY)
         if isinstance(event, e.PrefillStarted):
-            new = self._contexts.uncached(event.trajectory, transition.group, transition.tokens)
+            new = self._contexts.uncached(event.trajectory, transition.group_code, transition.tokens)
             self._instances[event.instance] += 1
             busy = sum(count > 0 for count in self._instances.values())
             self._placed[event.trajectory] = new, event.instance, prefill_row(new, self._tokens / busy)
@@ -205,22 +205,25 @@ class KnownScripts:
         """The survival forecaster's contexts know of it."""
 
     def forecast(self, snapshot: Snapshot, horizon: float, prefill_instances: Sequence[str]) -> Forecast:
-        return _Future(self, snapshot, horizon, len(prefill_instances)).forecast()
+        return _Future(self, snapshot, horizon, prefill_instances).forecast()
 
 
 class _Future:
     """One forecast. Requests are served in the order in which they arrive, so each is followed to its next one at once."""
 
-    def __init__(self, known: KnownScripts, snapshot: Snapshot, horizon: float, instances: int) -> None:
+    def __init__(self, known: KnownScripts, snapshot: Snapshot, horizon: float, instances: Sequence[str]) -> None:
         self._known = known
         self._scripts = known.scripts
         self._snapshot = snapshot
         self._now = snapshot.time
         self._end = snapshot.time + horizon
-        self._instances = instances
+        self._instances = len(instances)
+        self._group_codes = {name: code for code, name in enumerate(snapshot.names.groups)}
+        decoding = snapshot.instance[snapshot.state == State.DECODE]
         # Prefill.
         self._line = known.line.line()
-        self._fixed, self._slope = known.learnt.prefill_time.line()
+        mixed = len({snapshot.names.instances[code] for code in np.unique(decoding).tolist()}.intersection(instances))
+        self._server = known.learnt.server(len(instances) - mixed, mixed, snapshot.time)
         self._queued = bool((snapshot.state == State.READY).any())
         self._free = self._now
         """When the queue will have been served, where there is one."""
@@ -233,7 +236,6 @@ class _Future:
         self._computed: dict[str, float] = {}
         """When the first prompt of a group will be in a cache."""
         # Decode.
-        decoding = snapshot.instance[snapshot.state == State.DECODE]
         learnt, pace = known.learnt.speed, known.pace.at(snapshot)
         usual = [learnt.of(name) for name in snapshot.names.instances]
         now = [pace.get(name, speed) for name, speed in zip(snapshot.names.instances, usual, strict=True)]
@@ -332,7 +334,7 @@ class _Future:
         row = prefill_row(new, self._tokens / self._instances)
         end = max(placed + float(self._line @ row), self._now)
         if self._queued:
-            self._free = begins + (self._fixed + self._slope * new) / self._instances
+            self._free = begins + (self._server.fixed + self._server.slope * new) / self._server.instances
             end = max(end, self._free)
         heappush(self._serving, (end, new))
         self._tokens += new
@@ -345,8 +347,8 @@ class _Future:
         if name in self._followed:
             return prompt - int(script.turns[turn - 1].tokens) + 1
         self._followed.add(name)
-        live = script.sampled < self._now
-        new = self._known.learnt.contexts.uncached(name, script.group, prompt) if live else prompt
+        group = self._group_codes.get(script.group)
+        new = prompt if group is None else self._known.learnt.contexts.uncached(name, group, prompt)
         if self._computed.get(script.group, math.inf) <= time:
             new = min(new, max(prompt - script.turns[0].prompt, 1))
         return new
