@@ -166,6 +166,7 @@ def role_policy(
                 prefill_slots=prefill_slots,
                 prefill_every=prefill_every,
                 gain=planning.gain,
+                mixed_gain=planning.mixed_gain,
                 even_out=planning.even_out,
                 patience=planning.patience,
                 at_syncs=planning.at_syncs,

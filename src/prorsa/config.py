@@ -113,8 +113,10 @@ class SGLang(Section):
 class Planning(Section):
     """How `policy.name=planned` plans; it alone reads this. docs/policy.md explains it."""
 
-    gain: float = Field(default=0.01, ge=0)
+    gain: float = Field(default=0.02, ge=0)
     """What other roles must promise more than the present ones, as a fraction."""
+    mixed_gain: float = Field(default=0.05, ge=0)
+    """The same of roles with more mixed instances than now, which are a little worse than planned."""
     mixed: bool = True
     """Whether instances may become mixed, and so the whole cluster colocated. SGLang's keep the stage that they have."""
     even_out: bool = True

@@ -29,8 +29,10 @@ class Planned(Policy):
     """Requests that the router lets an instance prefill at once."""
     prefill_every: int = 0
     """Cadence of mixed instances: one step in so many may prefill; 0 is every one."""
-    gain: float = 0.01
+    gain: float = 0.02
     """What other roles must promise more than the present ones, as a fraction."""
+    mixed_gain: float = 0.05
+    """The same of roles with more mixed instances than now, of which the flow is less sure."""
     even_out: bool = True
     patience: float = 0.0
     at_syncs: bool = True
@@ -55,8 +57,9 @@ class Planned(Policy):
             return current
         bounds = Bounds(situation.demand.decode_capacity, self.prefill_slots, self.prefill_every, self._evens_out(work))
         found = yields(work, current, candidates, self.costs, bounds)
-        best = int(np.argmax(found))
-        return candidates[best] if found[best] > found[0] * (1.0 + self.gain) else current
+        # The present roles are the first.
+        less = [0.0, *(self.mixed_gain if other.mixed > current.mixed else self.gain for other in candidates[1:])]
+        return candidates[int(np.argmax(found / (1.0 + np.array(less))))]
 
     def handling(self, situation: Situation, target: Allocation) -> Handling:
         return Handling(self.patience, self._evens_out(situation.work))

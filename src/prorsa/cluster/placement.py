@@ -75,13 +75,17 @@ def choose_decode(candidates: Sequence[Instance], need: int, former: Instance | 
 
 def choose_way(ways: Sequence[Way], tokens: int, need: int, favourite: Instance | None) -> Way:
     """The (prefill, decode) pair, or the mixed instance twice, on which the request waits least: by the prompts before it
-    and its own where the prefix is not held, then by how full the KV cache is after placement."""
+    and its own where the prefix is not held, then by how full the KV cache is after placement.
+
+    A way to a decode instance that has clearly more decodes than another's is none: they would take longer there than a
+    prefill does."""
 
     def wait(way: Way) -> tuple[int, float]:
         prefill, decode = way
         return prefill.prefill_tokens + tokens * (prefill is not favourite), (decode.kv_tokens + need) / decode.capacity
 
-    return min(ways, key=wait)
+    fewest = min(decode.decodes for _, decode in ways)
+    return min((way for way in ways if way[1].decodes <= UNEVEN * (fewest + 1)), key=wait)
 
 
 @dataclass(frozen=True, slots=True)

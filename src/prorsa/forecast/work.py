@@ -25,10 +25,10 @@ class Work:
     decoding: float
     """Trajectories in DECODE."""
     decoding_left: float
-    """Output tokens that the turn of such a trajectory has still to make."""
+    """Output tokens that the turn of such a trajectory has still to make: of memoryless turns of which as many would end
+    within a horizon, for the real mean is that of a few long ones; or that, if it is less."""
     decoding_ends: float
-    """The part of these turns that ends with a token, within a horizon: the mean of what they have left is that of a few
-    long ones, and says little of that."""
+    """The part of these turns that ends with a token, within a horizon."""
     decoding_context: float
     """Tokens of context that it has."""
     returns: tuple[float, ...]
@@ -40,7 +40,7 @@ class Work:
     """Of a request that is to come; so are the next two."""
     turn_prefix: float
     turn_output: float
-    """Output tokens of its turn: of memoryless turns of which as many would end within a horizon, or their mean, if less."""
+    """Output tokens of its turn, as `decoding_left`."""
     again: float
     """Probability that a turn which ends now is followed by another request of its trajectory within `ahead` seconds."""
     away: float

@@ -394,20 +394,22 @@ class Outlook:
         again = mix * decoding.later.goes_on * chance
         speed = decoding.later.speed
         made = speed * self._horizon
-        turn_ends = _ends(made, float(mix @ (1.0 - decoding.later.ends.sum(axis=1))))
+        ends = _ends(made, float(decoding.stays[REQUESTS, -1]) / max(number, 1))
         return Work(
             queued=queued,
             queued_new=queued_new / max(queued, 1),
             queued_prefix=(queued_tokens - queued_new) / max(queued, 1),
             decoding=number,
-            decoding_left=decoding.left,
-            decoding_ends=_ends(made, float(decoding.stays[REQUESTS, -1]) / max(number, 1)),
+            decoding_left=_left(ends, decoding.left),
+            decoding_ends=ends,
             decoding_context=decoding.context / max(number, 1),
             returns=tuple(coming.slices.tolist()),
             ahead=AHEAD * self._horizon,
             turn_new=new,
             turn_prefix=max(tokens / requests - new, 0.0) if requests > 0.0 else 0.0,
-            turn_output=min(1.0 / max(turn_ends, _TINY), float(mix @ decoding.output)),
+            turn_output=_left(
+                _ends(made, float(mix @ (1.0 - decoding.later.ends.sum(axis=1)))), float(mix @ decoding.output)
+            ),
             again=float(again.sum()),
             away=float(again @ seconds / again.sum()) if again.sum() > 0.0 else 0.0,
             token_s=1.0 / free if free > 0.0 else 0.0,
@@ -479,6 +481,11 @@ def _slices(requests: Floats) -> Floats:
 def _ends(made: float, stay: float) -> float:
     """The part of memoryless turns that ends with a token, where the part `stay` has not ended after `made` tokens."""
     return -math.log(min(max(stay, _TINY), 1.0)) / made if made > 0.0 else 0.0
+
+
+def _left(ends: float, mean: float) -> float:
+    """Tokens left of memoryless turns of which the part `ends` does with a token; `mean` at most."""
+    return min(1.0 / max(ends, _TINY), mean)
 
 
 def _by_state(state: NDArray[np.int8]) -> dict[State, NDArray[np.intp]]:
