@@ -27,6 +27,7 @@ from aiohttp import web
 from prorsa.assembly import sampling_params
 from prorsa.cluster.control import ControlPlane
 from prorsa.config import Config, ConfigError
+from prorsa.engines.protocol import TraceHeaders
 from prorsa.gateway.admin import Admin
 from prorsa.gateway.answers import Form, encoded, event, form_of
 from prorsa.gateway.asks import TRAJECTORY_HEADER, Ask, AskReader, Identity, read_identity
@@ -40,7 +41,7 @@ from prorsa.gateway.turns import Running, Turns
 from prorsa.rollout.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
-    from prorsa.gateway.traces import Traces  # of the extra `otel`
+    from prorsa.gateway.traces import Begun, Traces  # of the extra `otel`
 
 access = logging.getLogger("prorsa.gateway.access")
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ ACCEPTERS = 16
 """Connections that are accepted in a step of the loop at most: uvloop takes one for each descriptor that it listens with."""
 STOPPING = "the gateway is stopping"
 RUNNING: web.RequestKey[Running] = web.RequestKey("running", Running)
+TRACE: web.RequestKey[TraceHeaders] = web.RequestKey("trace", tuple)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Address = tuple[int, tuple[str, int]]
 """(family, (IP address, port))."""
@@ -129,6 +131,7 @@ class Gateway:
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Turns errors into answers, counts and logs."""
         began = asyncio.get_running_loop().time()
+        traced = self._traced(request, began)
         status = 499  # the client is gone, unless something else is known
         try:
             if request.headers.get("Sec-Fetch-Site") == "cross-site":
@@ -149,13 +152,20 @@ class Gateway:
             log.exception("%s %s failed", request.method, request.path)
             response = ApiError(500, "the gateway failed; its log says how").response()
         finally:
-            self._note(request, status, began)
+            self._note(request, status, began, traced)
         return response
 
-    def _note(self, request: web.Request, status: int, began: float) -> None:
+    def _traced(self, request: web.Request, began: float) -> Begun | None:
+        endpoint = _endpoint(request)
+        if self._traces is None or request.method != "POST" or endpoint not in self._readers:
+            return None
+        begun = self._traces.begin(request.headers, endpoint, began)
+        request[TRACE] = begun.headers
+        return begun
+
+    def _note(self, request: web.Request, status: int, began: float, traced: Begun | None) -> None:
         seconds = asyncio.get_running_loop().time() - began
-        route = request.match_info.route.resource
-        endpoint = route.canonical if route is not None else "unknown"
+        endpoint = _endpoint(request)
         self._metrics.requests.add(endpoint=endpoint, status=str(status))
         known: dict[str, Any] = {"endpoint": endpoint, "status": status, "seconds": round(seconds, 4)}
         running = request.get(RUNNING)
@@ -163,8 +173,8 @@ class Gateway:
             self._metrics.request_seconds.observe(seconds, endpoint=endpoint)
             known |= {"trajectory": running.trajectory, "turn": running.number}
             known |= {"prompt_tokens": len(running.prompt_ids), "output_tokens": len(running.output.ids)}
-        if self._traces is not None and request.method == "POST" and endpoint in self._readers:
-            self._traces.request(request.headers, endpoint, status, began, running)
+        if self._traces is not None and traced is not None:
+            self._traces.end(traced, status, running)
         access.info("%s %s %d %.3f s", request.method, request.path, status, seconds, extra=known)
 
     def _keyed(self, handler: Handler) -> Handler:
@@ -202,7 +212,7 @@ class Gateway:
         body = await read_body(request)
         ask = read(body, read_identity(request.headers, body))
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
-        async with self._turns.run(ask, deadline) as running:
+        async with self._turns.run(ask, deadline, request.get(TRACE, ())) as running:
             request[RUNNING] = running
             self._running.add(running)
             try:
@@ -287,6 +297,11 @@ class Gateway:
     async def _page(self, request: web.Request) -> web.Response:
         html = self._live.render(self._control.status(), self._metrics.in_flight)
         return web.Response(text=html, content_type="text/html")
+
+
+def _endpoint(request: web.Request) -> str:
+    route = request.match_info.route.resource
+    return route.canonical if route is not None else "unknown"
 
 
 @asynccontextmanager
