@@ -248,7 +248,7 @@ class Gateway(Section):
     """`prorsa serve` alone reads it."""
 
     host: str = "127.0.0.1"
-    """Address to listen at. Any but a loopback one lets every machine that reaches it use the engines."""
+    """Address to listen at. Any but a loopback one needs an API key."""
     port: int = Field(default=8000, ge=0, le=65535)
     """0 lets the system choose; the run directory's `gateway.json` says which."""
     max_body_mb: Positive = 8
@@ -263,6 +263,9 @@ class Gateway(Section):
     """A trajectory whose last answer was a tool call ends when no request has followed for so long."""
     idle_timeout: Seconds = 60.0
     """The same after an answer without a tool call."""
+    api_key_file: str | None = None
+    """File with the key that requests of agents need; made with a new key where it is missing. The environment variable
+    PRORSA_API_KEY goes before it. Without either they need none."""
     admin_token_file: str | None = None
     """File with the token of the admin endpoints; made with a new token where it is missing. The default is `admin-token` in
     the run directory. The environment variable PRORSA_ADMIN_TOKEN goes before both."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ class FakeSGLang:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, Any]] = []
+        self.traces: list[dict[str, str]] = []
         self.answers: dict[str, tuple[int, Any]] = {}
         self.events: list[str] = []
         self.hang = False
@@ -42,6 +44,7 @@ class FakeSGLang:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json() if request.can_read_body else None
         self.asked.append((request.path, body))
+        self.traces.append({name: value for name, value in request.headers.items() if name.startswith("trace")})
         if request.path == "/generate" and self.events:
             return await self._stream(request)
         status, answer = self.answers.get(request.path, (404, {"error": "unknown"}))
@@ -135,6 +138,18 @@ def test_every_token_comes_once(events: list[str]) -> None:
         assert [chunk.finish for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
         assert chunks[-1].finish is FinishReason.STOP
         assert {(chunk.weights_version, chunk.cached_tokens) for chunk in chunks} == {(7, 2)}
+
+    with_fake(test)
+
+
+def test_the_trace_of_a_request_goes_with_it() -> None:
+    trace = (("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"), ("tracestate", "vendor=1"))
+
+    async def test(fake: FakeSGLang, engine: SGLangEngine) -> None:
+        fake.events = CUMULATIVE
+        await collect(engine, replace(REQUEST, trace=trace))
+        await collect(engine)
+        assert fake.traces == [dict(trace), {}]
 
     with_fake(test)
 

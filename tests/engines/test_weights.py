@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -96,3 +101,72 @@ def test_memory_that_does_not_suffice_is_not_filled(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000))
     with pytest.raises(OSError, match=r"weights 1 take \d+ bytes and 1000 are free; give it more"):
         asyncio.run(MemoryCheckpoints().write(load_file(checkpoint / "model.safetensors"), str(checkpoint), 1))
+
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from safetensors.numpy import load_file
+from prorsa.engines import weights
+
+weights.MEMORY, checkpoint = Path(sys.argv[1]), sys.argv[2]
+tensors = load_file(checkpoint + "/model.safetensors")
+print(asyncio.run(weights.MemoryCheckpoints().write(tensors, checkpoint, 1)), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def owner(memory: Path, checkpoint: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """Another process that has written weights, and its directory."""
+    command = [sys.executable, "-c", OWNER, str(memory), str(checkpoint)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            yield process, Path(process.stdout.readline().strip()).parent
+        finally:
+            process.kill()
+
+
+def write_once(checkpoint: Path) -> None:
+    async def main() -> None:
+        checkpoints = MemoryCheckpoints()
+        await checkpoints.write(load_file(checkpoint / "model.safetensors"), str(checkpoint), 1)
+        await checkpoints.close()
+
+    asyncio.run(main())
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_has_is_not(
+    checkpoint: Path, memory: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("")
+    with owner(memory, checkpoint) as (_, alive), owner(memory, checkpoint) as (killed, left):
+        (memory / f"{weights.PREFIX}link").symlink_to(elsewhere)
+        (memory / f"{weights.PREFIX}file").write_text("")
+        (memory / f"{weights.PREFIX}just-made").mkdir()
+        (memory / "another-program").mkdir()
+        before = {*memory.iterdir()}
+        write_once(checkpoint)
+        assert {*memory.iterdir()} == before, "both owners live"
+        killed.kill()
+        killed.wait()
+        write_once(checkpoint)
+        assert before - {*memory.iterdir()} == {left}
+        assert (next(alive.iterdir()) / "model.safetensors").is_file()
+        assert (elsewhere / "kept").is_file()
+
+
+def test_what_another_user_left_is_not_touched(checkpoint: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with owner(memory, checkpoint) as (killed, left):
+        killed.kill()
+        killed.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "geteuid", lambda: left.stat().st_uid + 1)
+            write_once(checkpoint)
+            assert left.is_dir()
+        write_once(checkpoint)
+        assert not left.exists()

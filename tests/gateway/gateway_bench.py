@@ -185,14 +185,19 @@ def control_over(engines: Sequence[ScriptedEngine], *observers: Any, horizon: fl
 
 @asynccontextmanager
 async def bench(
-    script: Script = babble, roles: str = "PD", token_s: float = 0.0, traces: Traces | None = None, **gateway: Any
+    script: Script = babble,
+    roles: str = "PD",
+    token_s: float = 0.0,
+    traces: Traces | None = None,
+    api_key: str | None = None,
+    **gateway: Any,
 ) -> AsyncIterator[Bench]:
     config, kinds = configured(**gateway), {"P": Role.PREFILL, "D": Role.DECODE, "M": Role.MIXED}
     engines = [ScriptedEngine(f"e{i}", kinds[letter], script, token_s) for i, letter in enumerate(roles)]
     metrics, live = Metrics(), LiveView("test")
     control = control_over(engines, metrics, live, *([] if traces is None else [traces]), horizon=0.05)
     await control.start()
-    front = Gateway(control, config, TOKENIZER, "arithmetic", TOKEN, metrics, live, traces)
+    front = Gateway(control, config, TOKENIZER, "arithmetic", TOKEN, metrics, live, traces, api_key)
     try:
         async with listening(front, "127.0.0.1", 0) as url, aiohttp.ClientSession() as http:
             yield Bench(engines, control, front, metrics, url, http)

@@ -105,7 +105,9 @@ def test_a_resent_turn_has_the_stages_of_each_attempt() -> None:
             assert status == 200
             await asked
             await until(lambda: exported.requests)
+            told = {one.trace for engine in gateway.engines for one in engine.requests}
         (request,) = exported.requests
+        assert len(told) == 1, "all four legs belong to it"
         other = {"e1": "e2", "e2": "e1"}[used]
         assert stages(exported.below(request)) == [
             ("queue", 1, None),
@@ -135,6 +137,40 @@ def test_a_traceparent_is_the_parent() -> None:
         assert f"{sampled.parent.span_id:016x}" == PARENT
         assert {span.context.trace_id for span in exported.below(sampled)} == {sampled.context.trace_id}
         assert orphan.parent is None
+
+    asyncio.run(main())
+
+
+def test_engines_are_told_of_the_request_s_span() -> None:
+    async def main() -> None:
+        exported = Exported()
+        async with bench(saying("It is 3."), token_s=0.01, traces=exported.traces) as gateway:
+            client = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
+            await gateway.post(CHAT, BODY, **client)
+            await gateway.post(CHAT, BODY)
+            await gateway.post(CHAT, BODY, traceparent=f"00-{TRACE}-{PARENT}-00")
+            await until(lambda: len(exported.requests) == 2)
+            prefill, decode = ([dict(one.trace) for one in engine.requests] for engine in gateway.engines)
+        assert prefill == decode, "both legs"
+        (joined, own, unwanted), (first, second) = prefill, exported.requests
+        assert joined == {
+            "traceparent": f"00-{TRACE}-{first.context.span_id:016x}-01",
+            "tracestate": "vendor=1",
+        }
+        _, trace, parent, flags = own["traceparent"].split("-")
+        assert (trace, parent) == (f"{second.context.trace_id:032x}", f"{second.context.span_id:016x}")
+        assert int(flags, 16) & 1, "sampled"
+        _, trace, _, flags = unwanted["traceparent"].split("-")
+        assert (trace, flags) == (TRACE, "00")
+
+    asyncio.run(main())
+
+
+def test_without_traces_engines_are_told_nothing() -> None:
+    async def main() -> None:
+        async with bench(saying("It is 3.")) as gateway:
+            await gateway.post(CHAT, BODY, traceparent=f"00-{TRACE}-{PARENT}-01")
+            assert [one.trace for engine in gateway.engines for one in engine.requests] == [(), ()]
 
     asyncio.run(main())
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import replace
@@ -280,6 +284,33 @@ def test_a_failed_job_is_named_and_the_others_are_kept(tmp_path: Path) -> None:
     assert kept.outcome(good).instances == 8
     with pytest.raises(ExperimentFailed):
         kept.run([bad])
+
+
+WITH_WORKERS = """
+from prorsa.simulation.experiments.reproduce import pool
+
+with pool(2) as executor:
+    executor.submit(int).result()
+    for _ in range(2):
+        executor.submit(eval, "sum(0 for _ in range(10**10))")
+    print("working", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_end_with_the_process_that_is_killed(number: signal.Signals) -> None:
+    """They hold its stdout: that ends when the last of them has."""
+    command = [sys.executable, "-c", WITH_WORKERS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "working\n"
+            process.send_signal(number)
+            process.communicate(timeout=20.0)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        assert process.returncode == -number
 
 
 def test_progress_counts_what_was_kept_too(tmp_path: Path) -> None:

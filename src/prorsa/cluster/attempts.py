@@ -161,7 +161,8 @@ class Turn:
         if self.tokens:
             sampling = replace(sampling, max_new_tokens=self.budget)
         rid = f"{self.name}.{len(self.instances)}"
-        return GenerateRequest(rid, self.request.input_ids + tuple(self.tokens), sampling, bootstrap)
+        context = self.request.input_ids + tuple(self.tokens)
+        return GenerateRequest(rid, context, sampling, bootstrap, self.request.trace)
 
     def deliver(self, tokens: Sequence[int], logprobs: Sequence[float]) -> bool:
         """Hand what will be kept to the listener; whether it has enough."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from prorsa.engines.protocol import FinishReason, SamplingParams, Tokens
+from prorsa.engines.protocol import FinishReason, SamplingParams, Tokens, TraceHeaders
 
 Listener = Callable[[int, float], bool]
 """Gets each token of a turn's output with its log-probability as it arrives, once and in order; never one that the turn
@@ -20,6 +20,8 @@ class TurnRequest:
     input_ids: Tokens
     sampling: SamplingParams
     """`max_new_tokens` is the budget of the whole turn; it holds over any number of resends."""
+    trace: TraceHeaders = ()
+    """For its engines, with every attempt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,10 @@ class Bootstrap:
     room: int
 
 
+TraceHeaders = tuple[tuple[str, str], ...]
+"""HTTP headers that say which trace a request is part of: `traceparent` and `tracestate` of W3C Trace Context."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     rid: str
@@ -77,6 +81,7 @@ class GenerateRequest:
     sampling: SamplingParams
     bootstrap: Bootstrap | None = None
     """None on a mixed engine."""
+    trace: TraceHeaders = ()
 
 
 @dataclass(frozen=True, slots=True)

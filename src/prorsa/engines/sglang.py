@@ -102,8 +102,9 @@ class SGLangEngine:
         reader = _StreamReader(self._name, asked)
         try:
             body = _encode(_generate_body(request, self._version))
+            headers = {**JSON_HEADERS, **dict(request.trace)}
             async with self._http().post(
-                f"{self._url}/generate", data=body, headers=JSON_HEADERS, timeout=timeout
+                f"{self._url}/generate", data=body, headers=headers, timeout=timeout
             ) as response:
                 try:
                     if response.status != 200:

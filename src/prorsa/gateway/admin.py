@@ -13,11 +13,7 @@ The policy goes on deciding: under `adaptive` its next decision may undo a flip.
 
 from __future__ import annotations
 
-import hmac
-import os
-import secrets
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -26,50 +22,21 @@ from prorsa.allocation import Allocation
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.observers import Flip
 from prorsa.cluster.switcher import FlipRefused
-from prorsa.config import ConfigError
 from prorsa.engines.protocol import EngineError, Role
 from prorsa.gateway import fields
 from prorsa.gateway.bodies import read_body
 from prorsa.gateway.errors import ApiError
+from prorsa.gateway.keys import shows
 from prorsa.report.rundir import dump_decision
 
-TOKEN_VARIABLE = "PRORSA_ADMIN_TOKEN"
-TOKEN_FILE = "admin-token"
-LEAST_TOKEN = 16
-"""Characters of a token."""
 DECISIONS = 20
 """How many are shown unless more are asked for."""
-
-
-def admin_token(path: Path) -> str:
-    """From the environment, or from the file, which is made where it is missing. Raises `ConfigError`."""
-    token = os.environ.get(TOKEN_VARIABLE)
-    source = f"the environment variable {TOKEN_VARIABLE}"
-    if token is None:
-        source = f"gateway.admin_token_file={path}"
-        try:
-            if not path.exists():
-                _write_token(path)
-            token = path.read_text().strip()
-        except OSError as error:
-            raise ConfigError(
-                f"{source}: cannot be read or made ({error.strerror}); name a file that can be"
-            ) from error
-    if len(token) < LEAST_TOKEN:
-        raise ConfigError(f"{source}: its token is shorter than {LEAST_TOKEN} characters; use a longer one")
-    return token
-
-
-def _write_token(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(secrets.token_urlsafe(32) + "\n")
 
 
 class Admin:
     def __init__(self, control: ControlPlane, token: str) -> None:
         self._control = control
-        self._token = token.encode()
+        self._token = token
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -144,8 +111,7 @@ class Admin:
         return web.json_response({"engines": self._engines()})
 
     def _authorise(self, request: web.Request) -> None:
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token):
+        if not shows(request, self._token):
             raise ApiError(401, "admin endpoints need the header `Authorization: Bearer TOKEN` with the admin token")
 
     def _named(self, request: web.Request) -> str:

@@ -28,12 +28,18 @@ class EventRefused(Exception):
 class Trajectory:
     """One trajectory, told about as it goes. Every call raises `EventRefused`, or `OSError` where no gateway answers."""
 
-    def __init__(self, url: str, name: str, *, group: str | None = None, task: str | None = None) -> None:
-        """`group`: trajectories of one question that are compared with each other; `task`: what kind of work it is."""
+    def __init__(
+        self, url: str, name: str, *, group: str | None = None, task: str | None = None, api_key: str | None = None
+    ) -> None:
+        """`group`: trajectories of one question that are compared with each other; `task`: what kind of work it is;
+        `api_key`: the gateway's, where it has one."""
         self._url = url.rstrip("/") + "/prorsa/events"
         self.name = name
         self._group = group
         self._task = task
+        self._http_headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._http_headers["Authorization"] = f"Bearer {api_key}"
 
     @property
     def headers(self) -> dict[str, str]:
@@ -66,7 +72,7 @@ class Trajectory:
 
     def _post(self, kind: str, fields: Mapping[str, Any]) -> str:
         body = json.dumps({"event": kind, "trajectory": self.name, **fields}).encode()
-        request = Request(self._url, body, {"Content-Type": "application/json"}, method="POST")
+        request = Request(self._url, body, self._http_headers, method="POST")
         try:
             with _OPENER.open(request, timeout=SECONDS) as response:
                 state: str = json.load(response)["state"]

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from contextvars import Context
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVarTuple
 
@@ -19,11 +20,11 @@ from prorsa.assembly import build_tokenizer, checkpoint, running_cluster
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.observers import Observer
 from prorsa.config import Config, ConfigError, dump_config
-from prorsa.gateway.admin import TOKEN_FILE, admin_token
 from prorsa.gateway.arrivals import ObservedRate
+from prorsa.gateway.keys import KEY_VARIABLE, TOKEN_FILE, admin_token, api_key
 from prorsa.gateway.live import LiveView
 from prorsa.gateway.metrics import Metrics
-from prorsa.gateway.server import Gateway, listening
+from prorsa.gateway.server import Gateway, listening, resolved
 from prorsa.report.recorder import RunRecorder
 from prorsa.report.rundir import LOGS
 
@@ -75,18 +76,30 @@ async def serving(config: Config, run_dir: Path) -> AsyncIterator[Served]:
     """Leaving it ends the turns in service, the trajectories, and then the engines. Raises `ConfigError`, `EngineError`."""
     limits = config.gateway
     token_file = Path(limits.admin_token_file or run_dir / TOKEN_FILE)
-    token = admin_token(token_file)
+    token, key = admin_token(token_file), api_key(limits.api_key_file)
+    if key is None:
+        await _refuse_unless_loopback(limits.host, limits.port)
     tokenizer, model = build_tokenizer(config), model_name(config)
     metrics, live = Metrics(), LiveView(config.name)
     with RunRecorder(run_dir, dump_config(config)) as recorder:
         async with tracing(limits.traces) as traces:
             observers: list[Observer] = [recorder, metrics, live, *([] if traces is None else [traces])]
             async with running_cluster(config, run_dir / LOGS, observers, ObservedRate()) as control:
-                gateway = Gateway(control, config, tokenizer, model, token, metrics, live, traces)
+                gateway = Gateway(control, config, tokenizer, model, token, metrics, live, traces, key)
                 async with listening(gateway, limits.host, limits.port) as url:
                     address = {"url": url, "model": model, "admin_token_file": str(token_file)}
                     (run_dir / ADDRESS).write_text(json.dumps(address) + "\n")
                     yield Served(url, token, control, gateway)
+
+
+async def _refuse_unless_loopback(host: str, port: int) -> None:
+    """Raises `ConfigError`."""
+    for _, (address, _) in await resolved(host, port):
+        if not ip_address(address).is_loopback:
+            raise ConfigError(
+                f"gateway.host={host!r}: without an API key every machine that reaches {address} could use the engines; "
+                f"set gateway.api_key_file or the environment variable {KEY_VARIABLE}, or listen at 127.0.0.1"
+            )
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@
 
 Invariants. Every request ends in an answer, in an error of OpenAI's shape, or with its client gone; in any case its turn is
 over then and its engines are free. At most `gateway.max_requests` are in service, each for `gateway.request_timeout` at most.
+With an API key, no request of an agent or a framework (the first four lines above) is read before it has shown the key.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from aiohttp import web
 from prorsa.assembly import sampling_params
 from prorsa.cluster.control import ControlPlane
 from prorsa.config import Config, ConfigError
+from prorsa.engines.protocol import TraceHeaders
 from prorsa.gateway.admin import Admin
 from prorsa.gateway.answers import Form, encoded, event, form_of
 from prorsa.gateway.asks import TRAJECTORY_HEADER, Ask, AskReader, Identity, read_identity
 from prorsa.gateway.bodies import read_body, read_json
 from prorsa.gateway.errors import ApiError
+from prorsa.gateway.keys import shows
 from prorsa.gateway.live import LiveView
 from prorsa.gateway.metrics import CONTENT_TYPE, Metrics
 from prorsa.gateway.trajectories import Trajectories
@@ -38,7 +41,7 @@ from prorsa.gateway.turns import Running, Turns
 from prorsa.rollout.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
-    from prorsa.gateway.traces import Traces  # of the extra `otel`
+    from prorsa.gateway.traces import Begun, Traces  # of the extra `otel`
 
 access = logging.getLogger("prorsa.gateway.access")
 log = logging.getLogger(__name__)
@@ -53,7 +56,10 @@ ACCEPTERS = 16
 """Connections that are accepted in a step of the loop at most: uvloop takes one for each descriptor that it listens with."""
 STOPPING = "the gateway is stopping"
 RUNNING: web.RequestKey[Running] = web.RequestKey("running", Running)
+TRACE: web.RequestKey[TraceHeaders] = web.RequestKey("trace", tuple)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Address = tuple[int, tuple[str, int]]
+"""(family, (IP address, port))."""
 
 
 class Gateway:
@@ -69,8 +75,10 @@ class Gateway:
         metrics: Metrics,
         live: LiveView,
         traces: Traces | None = None,
+        api_key: str | None = None,
     ) -> None:
-        """`model` is the name that clients ask for; `metrics`, `live` and `traces` are observers of `control`."""
+        """`model` is the name that clients ask for, `token` the admin's; `metrics`, `live` and `traces` are observers of
+        `control`. Without an `api_key` anyone may use the engines."""
         limits = config.gateway
         self.trajectories = Trajectories(
             control, tokenizer.encode, config.model.max_context, limits.tool_timeout, limits.idle_timeout
@@ -82,6 +90,7 @@ class Gateway:
         self._metrics = metrics
         self._live = live
         self._traces = traces
+        self._api_key = api_key
         reader = AskReader(tokenizer, model, sampling_params(config))
         self._readers = {
             "/v1/chat/completions": reader.chat,
@@ -98,9 +107,9 @@ class Gateway:
         app = web.Application(client_max_size=self._limits.max_body_mb << 20, middlewares=[self._answer])
         app.add_routes(
             [
-                *(web.post(path, self._generating(read)) for path, read in self._readers.items()),
-                web.get("/v1/models", self._models),
-                web.post("/prorsa/events", self._events),
+                *(web.post(path, self._keyed(self._generating(read))) for path, read in self._readers.items()),
+                web.get("/v1/models", self._keyed(self._models)),
+                web.post("/prorsa/events", self._keyed(self._events)),
                 web.get("/health", self._health),
                 web.get("/metrics", self._show_metrics),
                 web.get("/", self._page),
@@ -122,6 +131,7 @@ class Gateway:
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Turns errors into answers, counts and logs."""
         began = asyncio.get_running_loop().time()
+        traced = self._traced(request, began)
         status = 499  # the client is gone, unless something else is known
         try:
             if request.headers.get("Sec-Fetch-Site") == "cross-site":
@@ -142,13 +152,20 @@ class Gateway:
             log.exception("%s %s failed", request.method, request.path)
             response = ApiError(500, "the gateway failed; its log says how").response()
         finally:
-            self._note(request, status, began)
+            self._note(request, status, began, traced)
         return response
 
-    def _note(self, request: web.Request, status: int, began: float) -> None:
+    def _traced(self, request: web.Request, began: float) -> Begun | None:
+        endpoint = _endpoint(request)
+        if self._traces is None or request.method != "POST" or endpoint not in self._readers:
+            return None
+        begun = self._traces.begin(request.headers, endpoint, began)
+        request[TRACE] = begun.headers
+        return begun
+
+    def _note(self, request: web.Request, status: int, began: float, traced: Begun | None) -> None:
         seconds = asyncio.get_running_loop().time() - began
-        route = request.match_info.route.resource
-        endpoint = route.canonical if route is not None else "unknown"
+        endpoint = _endpoint(request)
         self._metrics.requests.add(endpoint=endpoint, status=str(status))
         known: dict[str, Any] = {"endpoint": endpoint, "status": status, "seconds": round(seconds, 4)}
         running = request.get(RUNNING)
@@ -156,9 +173,22 @@ class Gateway:
             self._metrics.request_seconds.observe(seconds, endpoint=endpoint)
             known |= {"trajectory": running.trajectory, "turn": running.number}
             known |= {"prompt_tokens": len(running.prompt_ids), "output_tokens": len(running.output.ids)}
-        if self._traces is not None and request.method == "POST" and endpoint in self._readers:
-            self._traces.request(request.headers, endpoint, status, began, running)
+        if self._traces is not None and traced is not None:
+            self._traces.end(traced, status, running)
         access.info("%s %s %d %.3f s", request.method, request.path, status, seconds, extra=known)
+
+    def _keyed(self, handler: Handler) -> Handler:
+        key = self._api_key
+        if key is None:
+            return handler
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if not shows(request, key):
+                needed = "the header `Authorization: Bearer KEY` with the API key (OpenAI's clients call it api_key)"
+                raise ApiError(401, f"{request.path} needs {needed}", code="invalid_api_key")
+            return await handler(request)
+
+        return handle
 
     # Turns.
 
@@ -182,7 +212,7 @@ class Gateway:
         body = await read_body(request)
         ask = read(body, read_identity(request.headers, body))
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
-        async with self._turns.run(ask, deadline) as running:
+        async with self._turns.run(ask, deadline, request.get(TRACE, ())) as running:
             request[RUNNING] = running
             self._running.add(running)
             try:
@@ -269,6 +299,11 @@ class Gateway:
         return web.Response(text=html, content_type="text/html")
 
 
+def _endpoint(request: web.Request) -> str:
+    route = request.match_info.route.resource
+    return route.canonical if route is not None else "unknown"
+
+
 @asynccontextmanager
 async def listening(gateway: Gateway, host: str, port: int) -> AsyncIterator[str]:
     """Serve while the block lasts; yields the URL. Leaving it ends the turns in service. Raises `ConfigError`."""
@@ -278,11 +313,7 @@ async def listening(gateway: Gateway, host: str, port: int) -> AsyncIterator[str
     )
     await runner.setup()
     try:
-        try:
-            await _listen(runner, host, port)
-        except OSError as error:
-            problem = f"gateway.host={host!r}, gateway.port={port}: cannot listen there ({error.strerror})"
-            raise ConfigError(f"{problem}; choose others, or port 0 to let the system choose") from error
+        await _listen(runner, host, port)
         bound_host, bound_port = runner.addresses[0][:2]
         yield f"http://{f'[{bound_host}]' if ':' in bound_host else bound_host}:{bound_port}"
     finally:
@@ -290,10 +321,28 @@ async def listening(gateway: Gateway, host: str, port: int) -> AsyncIterator[str
         await runner.cleanup()
 
 
+async def resolved(host: str, port: int) -> list[Address]:
+    """What to listen at. Raises `ConfigError`."""
+    loop = asyncio.get_running_loop()
+    try:
+        infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+    return [(family, (str(address[0]), int(address[1]))) for family, *_, address in infos]
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    problem = f"gateway.host={host!r}, gateway.port={port}: cannot listen there ({error.strerror})"
+    return ConfigError(f"{problem}; choose others, or port 0 to let the system choose")
+
+
 async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
-    """At each address of the host. Raises OSError."""
-    infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    for family, *_, address in infos:
-        with socket.create_server(address[:2], family=family, backlog=BACKLOG) as listener:
-            for _ in range(ACCEPTERS):
-                await web.SockSite(runner, listener.dup(), backlog=BACKLOG).start()
+    """At each address of the host. Raises `ConfigError`."""
+    addresses = await resolved(host, port)
+    try:
+        for family, address in addresses:
+            with socket.create_server(address, family=family, backlog=BACKLOG) as listener:
+                for _ in range(ACCEPTERS):
+                    await web.SockSite(runner, listener.dup(), backlog=BACKLOG).start()
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error

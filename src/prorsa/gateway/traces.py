@@ -1,7 +1,8 @@
 """OpenTelemetry traces of the generation endpoints: a span a request, and below it one for each stage of each attempt.
 
-The spans are made when the request is over, out of what the lifecycle recorded meanwhile. Needs the extra `otel`; imported
-only where `gateway.traces` is set. Names and attributes are in docs/gateway.md.
+A request's span begins with it, and its engines are told of it; the stages are made when the request is over, out of what the
+lifecycle recorded meanwhile. Needs the extra `otel`; imported only where `gateway.traces` is set. Names and attributes are in
+docs/gateway.md.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from prorsa.cluster.instances import InstanceState
 from prorsa.cluster.observers import Decision, Flip, TurnRecord
 from prorsa.config import ConfigError
-from prorsa.engines.protocol import Role
+from prorsa.engines.protocol import Role, TraceHeaders
 from prorsa.gateway.turns import Running
 from prorsa.lifecycle import State, Transition
 
@@ -48,8 +49,18 @@ class Stage:
     """None while it lasts."""
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request whose span has begun."""
+
+    span: Span
+    headers: TraceHeaders
+    """By which engines make what they do for it part of its trace."""
+    to_wall: _Wall
+
+
 class Traces:
-    """An `Observer` that keeps the stages of the turns in service, and makes the spans of each request that has ended."""
+    """An `Observer` that keeps the stages of the turns in service, and makes the spans of requests."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._tracer = provider.get_tracer("prorsa.gateway")
@@ -80,23 +91,24 @@ class Traces:
     def instance(self, time: float, name: str, role: Role, state: InstanceState) -> None:
         """Not of a request."""
 
-    def request(
-        self, headers: Mapping[str, str], endpoint: str, status: int, began: float, running: Running | None
-    ) -> None:
-        """A request is over. `began` is on the loop's clock; without `running` it was refused before it had a turn."""
-        now = asyncio.get_running_loop().time()
-        to_wall = _Wall(now)
+    def begin(self, headers: Mapping[str, str], endpoint: str, began: float) -> Begun:
+        """A request is here, since `began` on the loop's clock. `end` must follow."""
+        to_wall = _Wall(asyncio.get_running_loop().time())
         span = self._tracer.start_span(
             f"POST {endpoint}",
             context=self._propagator.extract(headers),
             kind=SpanKind.SERVER,
-            attributes={
-                "http.request.method": "POST",
-                "http.route": endpoint,
-                "http.response.status_code": status,
-            },
+            attributes={"http.request.method": "POST", "http.route": endpoint},
             start_time=to_wall(began),
         )
+        told: dict[str, str] = {}
+        self._propagator.inject(told, set_span_in_context(span))
+        return Begun(span, tuple(told.items()), to_wall)
+
+    def end(self, begun: Begun, status: int, running: Running | None) -> None:
+        """The request is over; without `running` it was refused before it had a turn."""
+        span, to_wall, now = begun.span, begun.to_wall, asyncio.get_running_loop().time()
+        span.set_attribute("http.response.status_code", status)
         if running is not None:
             stages = self._stages.pop((running.trajectory, running.number), [])
             if span.is_recording():

@@ -16,7 +16,7 @@ from hashlib import blake2b
 from typing import Protocol
 
 from prorsa.cluster.turns import Listener, TurnFailed, TurnRequest, TurnResult
-from prorsa.engines.protocol import SamplingParams
+from prorsa.engines.protocol import SamplingParams, TraceHeaders
 from prorsa.gateway.asks import Ask, conversation_key
 from prorsa.gateway.errors import ApiError
 from prorsa.gateway.output import Output
@@ -105,15 +105,16 @@ class Turns:
         self._seed = seed
 
     @asynccontextmanager
-    async def run(self, ask: Ask, deadline: float) -> AsyncIterator[Running]:
-        """`deadline` is on the loop's clock. Raises `ApiError`."""
+    async def run(self, ask: Ask, deadline: float, trace: TraceHeaders = ()) -> AsyncIterator[Running]:
+        """`deadline` is on the loop's clock; `trace` is for the engines. Raises `ApiError`."""
         late = ApiError(504, "the answer took longer than gateway.request_timeout; ask for fewer tokens")
         try:
             async with asyncio.timeout_at(deadline):
                 trajectory, ids = await self._trajectories.begin(ask.identity, ask.prompt)
         except TimeoutError:
             raise late from None
-        request = TurnRequest(trajectory.id, trajectory.turns, ids, self._sampling(ask, trajectory.id, len(ids)))
+        sampling = self._sampling(ask, trajectory.id, len(ids))
+        request = TurnRequest(trajectory.id, trajectory.turns, ids, sampling, trace)
         news = asyncio.Event()
         output = Output(
             self._tokenizer.decode_stream(),

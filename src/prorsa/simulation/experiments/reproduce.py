@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 from prorsa.config import ConfigError
@@ -35,12 +37,21 @@ def figures_named(names: Sequence[str]) -> list[Figure]:
 
 
 def pool(workers: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_quiet)
+    """Its processes end with this one, however that ends."""
+    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_begin_worker)
 
 
-def _quiet() -> None:
-    """A run that ends in the middle of a role switch warns of it; in a simulation that is of no interest."""
+def _begin_worker() -> None:
+    # A run that ends in the middle of a role switch warns of it; in a simulation that is of no interest.
     logging.getLogger("prorsa").setLevel(logging.ERROR)
+    threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None, "a worker has one"
+    parent.join()
+    os._exit(1)  # in the middle of its run, of which nobody wants the outcome any more
 
 
 def reproduce(figures: Sequence[Figure], budget: Budget, kept: Path, progress: Progress, workers: int) -> list[Section]:
