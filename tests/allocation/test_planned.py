@@ -238,7 +238,12 @@ def test_a_backlog_takes_prefill_instances_and_long_decodes_give_them_back() -> 
 
 def test_where_nothing_is_in_service_and_prompts_are_rare_all_become_mixed() -> None:
     work = replace(NOTHING, queued=64, queued_new=10, turn_new=10, turn_output=1e6)
-    assert decide(Planned(Plain(flip_s=0.0), mixed=True), work, Allocation(4, 4)) == Allocation(0, 0, 8)
+    policy = Planned(Plain(flip_s=0.0), mixed_gain=0.0)
+    assert decide(policy, work, Allocation(4, 4)) == Allocation(0, 0, 8)
+    # More mixed instances have to promise more; those that there are need not.
+    surer = replace(policy, mixed_gain=1.0)
+    assert decide(surer, work, Allocation(4, 4)) == Allocation(1, 7)
+    assert decide(surer, work, Allocation(0, 0, 8)) == Allocation(0, 0, 8)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +260,7 @@ def test_the_roles_stay_where_there_is_nothing_to_plan(work: Work, live: bool) -
 
 def test_a_gain_below_the_bound_flips_nothing() -> None:
     work = replace(NOTHING, queued=2000, queued_new=1000, turn_output=50)
-    assert decide(Planned(Plain(), gain=10.0), work, Allocation(1, 7)) == Allocation(1, 7)
+    assert decide(Planned(Plain(), gain=10.0, mixed_gain=10.0), work, Allocation(1, 7)) == Allocation(1, 7)
     assert decide(Planned(Plain(), gain=0.0), work, Allocation(1, 7)) != Allocation(1, 7)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prorsa.cluster.instances import Instance
-from prorsa.cluster.placement import Resident, choose_moves
+from prorsa.cluster.placement import Resident, choose_moves, choose_way
 from prorsa.engines.protocol import Role
 
 CONTEXTS = st.lists(st.integers(1, 400), max_size=12)
@@ -39,6 +39,21 @@ def test_the_shortest_contexts_move_until_either_the_batches_or_the_kv_are_even(
     # The KV cache: 10 + 10 + 400 tokens in three decodes against 390 in one; 420 is not 1.1 times 400.
     instances, residents = filled([10, 10, 400], [390])
     assert moved(instances, residents, 10) == []
+
+
+def test_a_prefix_is_no_reason_to_crowd_a_mixed_instance() -> None:
+    for decodes, chosen in ((4, "mixed"), (5, "apart")):
+        prefill, decode = (
+            Instance(FakeEngine(role, World(), role), role, 1000) for role in (Role.PREFILL, Role.DECODE)
+        )
+        mixed = Instance(FakeEngine("m", World(), Role.MIXED), Role.MIXED, 1000)
+        for index in range(3):
+            decode.begin_decode(f"d{index}", 10)
+        for index in range(decodes):
+            mixed.begin_decode(f"m{index}", 10)
+        # It holds the prefix, and has no more than 1.1 times the 3 decodes and this one, or more.
+        way = choose_way([(prefill, decode), (mixed, mixed)], 500, 10, mixed)
+        assert way == ((mixed, mixed) if chosen == "mixed" else (prefill, decode))
 
 
 def test_no_more_move_than_are_asked_for_and_to_the_emptiest_first() -> None:
