@@ -281,7 +281,9 @@ def _counted(
         [bins, *((level.which + first) * width + bins for level, first in zip(levels, firsts, strict=False))]
     )
     return [
-        np.bincount(cells, np.tile(weight, len(levels) + 1), firsts[-1] * width).reshape(-1, width).astype(np.float64)
+        np.bincount(cells, np.tile(weight, len(levels) + 1), firsts[-1] * width)
+        .reshape(-1, width)
+        .astype(np.float64, copy=False)
         for weight in weights
     ]
 
