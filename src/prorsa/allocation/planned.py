@@ -57,9 +57,10 @@ class Planned(Policy):
             return current
         bounds = Bounds(situation.demand.decode_capacity, self.prefill_slots, self.prefill_every, self._evens_out(work))
         found = yields(work, current, candidates, self.costs, bounds)
-        # The present roles are the first.
-        less = [0.0, *(self.mixed_gain if other.mixed > current.mixed else self.gain for other in candidates[1:])]
-        return candidates[int(np.argmax(found / (1.0 + np.array(less))))]
+        gains = (self.mixed_gain if other.mixed > current.mixed else self.gain for other in candidates[1:])
+        # The present roles, which are the first, need no gain.
+        wanted = 1.0 + np.array([0.0, *gains])
+        return candidates[int(np.argmax(found / wanted))]
 
     def handling(self, situation: Situation, target: Allocation) -> Handling:
         return Handling(self.patience, self._evens_out(situation.work))

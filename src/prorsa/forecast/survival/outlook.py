@@ -484,7 +484,7 @@ def _ends(made: float, stay: float) -> float:
 
 
 def _left(ends: float, mean: float) -> float:
-    """Tokens left of memoryless turns of which the part `ends` does with a token; `mean` at most."""
+    """Tokens left of memoryless turns, of which the part `ends` is over with each one; `mean` at most."""
     return min(1.0 / max(ends, _TINY), mean)
 
 
