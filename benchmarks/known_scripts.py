@@ -20,7 +20,7 @@ import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 import numpy as np
@@ -258,10 +258,7 @@ class _Future:
 
     def forecast(self) -> Forecast:
         snapshot = self._snapshot
-        ready, inflight, decoding = (
-            float(snapshot.tokens[snapshot.state == state].sum())
-            for state in (State.READY, State.PREFILL, State.DECODE)
-        )
+        observed = Forecast.of_backlog(snapshot, self._end - self._now)
         # Those in PREFILL before those in READY, both in the order in which they are served.
         for row in np.lexsort((snapshot.order, snapshot.state == State.READY)).tolist():
             self._go_on(row)
@@ -271,19 +268,11 @@ class _Future:
             prompt = self._scripts[name].turns[turn].prompt
             self._arrived += prompt
             self._prefill(name, turn, prompt, time, time, self._scripts[name].turns[turn].ready)
-        return Forecast(
-            time=self._now,
-            horizon=self._end - self._now,
-            sampler=0.0,
-            startup=0.0,
-            ready=ready,
-            tool=0.0,
-            inflight=inflight,
-            bias=1.0,
-            prefill_tokens=ready + inflight + self._arrived,
+        return replace(
+            observed,
+            prefill_tokens=observed.backlog + self._arrived,
             admitted_tokens=self._admitted,
             admitted_kv=self._admitted,
-            decode_kv=decoding,
             from_decode=self._arrived,
             admitted_backlog=backlog,
             kv_end=self._context,

@@ -14,7 +14,8 @@ REMEMBERED = 1 << 16
 """Prefixes whose place is remembered, the latest used ones."""
 
 UNEVEN = 1.1
-"""A decode moves where the instance that it leaves is so many times as full as the one that it goes to will be."""
+"""A decode moves where the instance that it leaves is so many times as full as the one that it goes to will be, and where a
+request has two ways it takes none to an instance that is so much fuller than the other."""
 
 Prefix = str | int
 Way = tuple[Instance, Instance]

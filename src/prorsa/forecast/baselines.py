@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from prorsa.forecast.forecast import Forecast
 from prorsa.forecast.measure import Measured, WindowMeter
 from prorsa.lifecycle.snapshot import Snapshot, Transition
-from prorsa.lifecycle.states import State
 
 
 class _Windowed:
@@ -30,25 +30,10 @@ class _Windowed:
     def forecast(self, snapshot: Snapshot, horizon: float, prefill_instances: Sequence[str]) -> Forecast:
         for _, measured in self._meter.finished(snapshot.time):
             self._learn(measured)
-        ready, inflight, decode = (
-            float(snapshot.tokens[snapshot.state == state].sum())
-            for state in (State.READY, State.PREFILL, State.DECODE)
-        )
-        prefill, admitted = self._next() or (ready + inflight, ready + inflight)
-        made = Forecast(
-            time=snapshot.time,
-            horizon=horizon,
-            sampler=0.0,
-            startup=0.0,
-            ready=ready,
-            tool=0.0,
-            inflight=inflight,
-            bias=1.0,
-            prefill_tokens=prefill,
-            admitted_tokens=admitted,
-            admitted_kv=admitted,
-            decode_kv=decode,
-        )
+        made = Forecast.of_backlog(snapshot, horizon)
+        if (following := self._next()) is not None:
+            prefill, admitted = following
+            made = replace(made, prefill_tokens=prefill, admitted_tokens=admitted, admitted_kv=admitted)
         self._meter.open(made)
         return made
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from prorsa.forecast.work import Work
 from prorsa.lifecycle.snapshot import Snapshot, Transition
+from prorsa.lifecycle.states import State
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,29 @@ class Forecast:
     """Standard deviation of what `kv_end` will turn out to be."""
     work: Work | None = None
     """None where the forecaster does not look so closely."""
+
+    @classmethod
+    def of_backlog(cls, snapshot: Snapshot, horizon: float) -> Forecast:
+        """That what is observed to wait will be prefilled, and nothing else comes."""
+        ready, inflight, decoding = (
+            float(snapshot.tokens[snapshot.state == state].sum())
+            for state in (State.READY, State.PREFILL, State.DECODE)
+        )
+        backlog = ready + inflight
+        return cls(
+            time=snapshot.time,
+            horizon=horizon,
+            sampler=0.0,
+            startup=0.0,
+            ready=ready,
+            tool=0.0,
+            inflight=inflight,
+            bias=1.0,
+            prefill_tokens=backlog,
+            admitted_tokens=backlog,
+            admitted_kv=backlog,
+            decode_kv=decoding,
+        )
 
     @property
     def predicted(self) -> float:
