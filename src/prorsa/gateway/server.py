@@ -23,7 +23,6 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from prorsa.assembly import sampling_params
 from prorsa.cluster.control import ControlPlane
@@ -269,8 +268,8 @@ class Gateway:
         """What a request is answered that ended in this."""
         if isinstance(error, ApiError):
             return error
-        if isinstance(error, HttpProcessingError):
-            return ApiError(400, f"the body cannot be read ({error.message})")
+        if isinstance(error, web.RequestPayloadError):
+            return ApiError(400, f"the body cannot be read ({' '.join(str(error).split())})")
         if isinstance(error, web.HTTPException):
             return ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
         log.error("%s %s failed", request.method, request.path, exc_info=error)
