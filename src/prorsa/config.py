@@ -266,6 +266,9 @@ class Gateway(Section):
     api_key_file: str | None = None
     """File with the key that requests of agents need; made with a new key where it is missing. The environment variable
     PRORSA_API_KEY goes before it. Without either they need none."""
+    allowed_hosts: list[str] = []
+    """Names that requests may give this server beside its own and `localhost`, without a port, such as those of a proxy
+    before it. Addresses need no entry."""
     admin_token_file: str | None = None
     """File with the token of the admin endpoints; made with a new token where it is missing. The default is `admin-token` in
     the run directory. The environment variable PRORSA_ADMIN_TOKEN goes before both."""

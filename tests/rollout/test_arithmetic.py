@@ -159,7 +159,7 @@ def test_a_malformed_call_is_passed_over() -> None:
         "null",
         "[1]",
         '"python"',
-        '{"name": "python"}',
+        '{"name": "python", "code": "1"}',
         '{"name": 3, "arguments": {}}',
         '{"name": "python", "arguments": "{}"}',
         "[" * 100_000,
@@ -171,8 +171,9 @@ def test_malformed_calls_are_none(body: str) -> None:
     assert TASK.parse_tool_call(f"<tool_call>{body}</tool_call>") is None
 
 
-def test_an_unclosed_call_is_none() -> None:
-    assert TASK.parse_tool_call('<tool_call>\n{"name": "python", "arguments": {}}') is None
+def test_a_call_may_end_with_the_turn() -> None:
+    assert TASK.parse_tool_call('<tool_call>\n{"name": "python", "arguments": {}}') == ToolCall("python", {})
+    assert TASK.parse_tool_call('<tool_call>\n{"name": "python", "arguments": {}') is None
 
 
 @given(

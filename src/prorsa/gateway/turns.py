@@ -20,9 +20,10 @@ from prorsa.engines.protocol import SamplingParams, TraceHeaders
 from prorsa.gateway.asks import Ask, conversation_key
 from prorsa.gateway.errors import ApiError
 from prorsa.gateway.output import Output
-from prorsa.gateway.toolcalls import Parsed, openai_calls, parse
+from prorsa.gateway.toolcalls import openai_calls
 from prorsa.gateway.trajectories import OTHER, Context, Lifecycle, Trajectories, Trajectory, key_of
 from prorsa.rollout.tokenizer import ChatTokenizer
+from prorsa.rollout.toolcalls import Parsed, parse
 
 log = logging.getLogger(__name__)
 
@@ -117,12 +118,14 @@ class Turns:
         request = TurnRequest(trajectory.id, trajectory.turns, ids, sampling, trace)
         news = asyncio.Event()
         output = Output(
-            self._tokenizer.decode_stream(),
+            self._tokenizer.decode_stream(skip_special_tokens=not ask.special),
             request.sampling.stop_token_ids,
             ask.stops,
             asyncio.get_running_loop().time,
             ask.calls,
             news.set,
+            ask.keep_stop,
+            ask.one_call,
         )
         running = Running(ask, trajectory, request, output, news, self._control.version)
         running.task = asyncio.create_task(self._serve(running, trajectory, request), name=f"turn of {trajectory.id}")
@@ -174,7 +177,7 @@ class Turns:
         and without what came at and behind a stop string.
         """
         ask, kept = running.ask, list(output)
-        if isinstance(running.output.stopped, int) and not (ask.kind == "chat" and self._ends_turn(kept[-1])):
+        if isinstance(running.output.stopped, int) and not ask.keep_stop and not self._ends_answer(ask, kept[-1]):
             kept.pop()
         # An empty answer is no sign by which to know a trajectory again: its prompt may be another's too.
         distinct = len(kept) > 0
@@ -186,7 +189,7 @@ class Turns:
             kept.pop()
             written = decode(kept, skip_special_tokens=False)
         conversation = None
-        if ask.kind == "chat":
+        if ask.messages:
             parsed = running.parsed()
             calls = openai_calls(parsed.calls, running.trajectory, running.number)
             answer = {"role": "assistant", "content": parsed.content, "tool_calls": calls}
@@ -194,5 +197,5 @@ class Turns:
         ids = array("i", (*running.prompt_ids, *kept))
         return Context((ask.prompt.text + written).encode(), ids, distinct, conversation)
 
-    def _ends_turn(self, token: int) -> bool:
-        return token == self._tokenizer.eos_ids[0]
+    def _ends_answer(self, ask: Ask, token: int) -> bool:
+        return ask.kind == "chat" and token == self._tokenizer.eos_ids[0]
