@@ -213,6 +213,11 @@ class ProcessSandbox:
         self._worker = prewarmed
         self._start = start
 
+    @property
+    def enforced(self) -> frozenset[str]:
+        """What confines it, by the names of `prorsa.rollout.sandboxes.runner`; empty before it has started."""
+        return frozenset() if self._worker is None else self._worker.enforced
+
     async def start(self) -> None:
         if self._worker is None:
             self._worker = await self._start()
