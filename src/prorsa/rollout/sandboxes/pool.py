@@ -30,13 +30,17 @@ STARTING = 2
 SWEEP_SECONDS = 5.0
 """How long a start waits for what earlier runs left to be removed; the rest of it goes on meanwhile."""
 
-CONSEQUENCES = {
-    "files": "use the user's files (no Landlock)",
-    "calls": "start processes, signal others and use the network (no seccomp)",
-    "capabilities": "use what root may do (its capabilities cannot be dropped)",
-    "disk": "write more than its bounds for a quarter of a second (no mount namespace)",
+PARTS = {
+    "calls": ("system calls on a list of allowed ones (seccomp)", "start processes, signal others and use the network"),
+    "files": ("its own directory and Python's library (Landlock)", "use the user's files"),
+    "capabilities": ("no capabilities", "use what root may do"),
+    "mounts": ("everything else mounted read-only", "tell what files there are by trying their names"),
+    "disk": ("a bounded file system in memory", "write more than its bounds for a quarter of a second"),
+    "uid": ("a user of its own", "act as the user who runs Prorsa, as far as the other parts allow"),
 }
-"""Of what a kernel may lack, by the names in `Worker.enforced`."""
+"""What confines a sandbox, by the names in `Worker.enforced`, and what its code can do where the kernel lacks it."""
+NEEDED = ("calls", "files", "capabilities")
+"""Without one of these, code that is not trusted should not run."""
 
 
 class Root:
@@ -195,9 +199,9 @@ class SandboxPool:
         if self._told:
             return
         self._told = True
-        log.info("sandboxes are confined by: %s", ", ".join(sorted(worker.enforced)))
-        if gaps := [CONSEQUENCES[part] for part in CONSEQUENCES if part not in worker.enforced]:
-            log.warning("this kernel does not confine the sandboxes wholly: their code can %s", " and ".join(gaps))
+        log.info("sandboxes are confined by %s", "; ".join(PARTS[part][0] for part in PARTS if part in worker.enforced))
+        if gaps := [PARTS[part][1] for part in NEEDED if part not in worker.enforced]:
+            log.warning("this machine does not confine the sandboxes: their code can %s", "; ".join(gaps))
 
     async def _keep_prewarmed(self) -> None:
         while True:
