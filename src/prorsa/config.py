@@ -204,6 +204,10 @@ class Sandbox(Section):
     """Address space of a sandbox, MiB."""
     file_mb: Positive = 4
     """Largest file that a sandbox may write, MiB."""
+    disk_mb: Positive = 64
+    """All files of a sandbox together, MiB; they are in memory where the kernel allows it."""
+    files: Positive = 4096
+    """Most files and directories of a sandbox."""
 
 
 class Batches(Section):
