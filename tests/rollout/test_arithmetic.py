@@ -33,6 +33,8 @@ QUESTION = Question("q", conversation("Compute 37 * 48. Then add 512. Then multi
         ("The answer is 6864. That is my answer.", 0.0),
         ("The answer is, after a long time of thought, 6864.", 0.0),
         ("The answer is ٦٨٦٤.", 0.0),
+        ("The answer is 6864-1.", 0.0),
+        ("The answer is 6864 - that is all.", 1.0),
         ("", 0.0),
     ],
 )
