@@ -1,4 +1,4 @@
-"""Draws of real SGLang engines at temperatures above zero. The embedded engine, other code altogether, says which are right."""
+"""Draws of real SGLang engines at temperatures above zero. The embedded engine says which are right."""
 
 from __future__ import annotations
 

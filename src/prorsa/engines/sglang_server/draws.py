@@ -1,8 +1,8 @@
 """How our SGLang engines draw a token: by the request's seed, the token's position and its probabilities alone.
 
-SGLang reads seeds only where all of its inference is deterministic; there it numbers the tokens in another way when any
-request of the batch has a top-k or top-p, and it ends at a min-p. A batch is whatever meets on an engine, so a resent turn would
-draw other tokens. Here a row's draw does not know the other rows. The noise is that of the embedded engine
+SGLang reads seeds only where all of its inference is deterministic. There it numbers the tokens in another way when any request
+of the batch has a top-k or top-p, and it fails at a min-p. A batch is whatever meets on an engine, so a resent turn would draw
+other tokens. Here a row's draw does not know the other rows. The noise is that of the embedded engine
 (`engines.embedded.sampling`), so both engines draw alike.
 """
 
@@ -50,8 +50,8 @@ def draw_by_seed(
 
 
 def cut(probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor) -> torch.Tensor:
-    """`probs` [rows, vocabulary] without what is not among a row's `top_ks` likeliest tokens, is not one of the fewest likeliest
-    that hold `top_ps`, or has less than `min_ps` of the likeliest's."""
+    """`probs` [rows, vocabulary], zero for what is not among a row's `top_ks` likeliest tokens, is not one of the fewest
+    likeliest that hold `top_ps`, or has less than `min_ps` of the likeliest's."""
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
     ranks = torch.arange(probs.shape[-1], device=probs.device)
