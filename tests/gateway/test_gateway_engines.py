@@ -105,7 +105,10 @@ def test_openais_client_and_a_client_that_vanishes(tmp_path: Path) -> None:
             assert first.choices[0].text == second.choices[0].text
             tries = [
                 await client.completions.create(
-                    **asked, temperature=1.0, extra_headers={"X-Prorsa-Trajectory": "best-of-six"}
+                    **asked,
+                    temperature=1.0,
+                    extra_headers={"X-Prorsa-Trajectory": "best-of-six"},
+                    extra_body={"ignore_eos": True},
                 )
                 for _ in range(6)
             ]

@@ -100,8 +100,8 @@ class Turns:
     def __init__(
         self, control: Control, tokenizer: ChatTokenizer, trajectories: Trajectories, max_context: int, seed: int | None
     ) -> None:
-        """A request without a seed gets one by `seed`, its trajectory and the turn; a new one where that is None. A resend has
-        the same."""
+        """A request without a seed gets one by `seed`, its trajectory and the turn, or a new one where that is None. A resend
+        has the same."""
         self._control = control
         self._tokenizer = tokenizer
         self._trajectories = trajectories

@@ -1,8 +1,8 @@
 """How our SGLang engines draw a token: by the request's seed, the token's position and its probabilities alone.
 
-SGLang reads seeds only where all of its inference is deterministic. There it numbers the tokens in another way when any request
-of the batch has a top-k or top-p, and it fails at a min-p. A batch is whatever meets on an engine, so a resent turn would draw
-other tokens. Here a row's draw does not know the other rows. The noise is that of the embedded engine
+SGLang reads seeds only where all of its inference is deterministic. There it numbers the tokens in another way when any
+request of the batch has a top-k or top-p, and it fails at a min-p. A batch is whatever meets on an engine, so a resent turn
+would draw other tokens. Here a row's draw does not know the other rows. The noise is that of the embedded engine
 (`engines.embedded.sampling`), so both engines draw alike.
 """
 
