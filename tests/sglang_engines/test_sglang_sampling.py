@@ -7,7 +7,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 from sglang_bench import (
     LANE,
     MODEL,
@@ -77,6 +79,39 @@ def test_the_other_requests_of_a_batch_change_no_draw(served: Served, tmp_path: 
                 assert (await answers(first, decode, [*turns, *others]))[: len(turns)] == expected
             alone = [(await answers(first, second, [turn]))[0] for turn in turns[:5]]
             assert alone == expected[:5]
+
+    asyncio.run(main())
+
+
+async def posted(engine: SGLangEngine, body: dict[str, Any]) -> tuple[int, ...]:
+    async with aiohttp.ClientSession() as session, session.post(f"{engine.url}/generate", json=body) as response:
+        assert response.status == 200, await response.text()
+        return tuple((await response.json())["output_ids"])
+
+
+def test_a_min_p_beside_seeds_is_served(served: Served, tmp_path: Path) -> None:
+    """With 1 it keeps the likeliest token alone, so that the answer is the greedy one."""
+
+    async def main() -> None:
+        turns = [(prompt(30 + n, n), seeded(n)) for n in range(3)]
+        ids = prompt(35, 9)
+        *expected, best = await expected_of(tmp_path, [*turns, (ids, greedy(BUDGET))])
+        async with served.engines(P, D, D) as (first, second, _):
+            asked = request(ids, BUDGET, first)
+            assert asked.bootstrap is not None
+            body = {
+                "rid": asked.rid,
+                "input_ids": ids,
+                "sampling_params": {"max_new_tokens": BUDGET, "ignore_eos": True, "min_p": 1.0, "sampling_seed": 5},
+                "bootstrap_host": asked.bootstrap.host,
+                "bootstrap_port": asked.bootstrap.port,
+                "bootstrap_room": asked.bootstrap.room,
+            }
+            got, _, with_min_p = await asyncio.gather(
+                answers(first, second, turns), posted(first, body), posted(second, body)
+            )
+            assert got == expected
+            assert with_min_p == best
 
     asyncio.run(main())
 

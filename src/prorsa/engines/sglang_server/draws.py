@@ -18,8 +18,13 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def fill_seeds(original: Callable[..., Any], cls: Any, batch: Any, *arguments: Any, **options: Any) -> Any:
-    """Around `SamplingBatchInfo.from_schedule_batch`: each row has a seed. Batches that are merged later keep their rows'."""
+    """Around `SamplingBatchInfo.from_schedule_batch`: each row has a seed. Batches that are merged later keep their rows'.
+
+    But under speculative decoding, which draws elsewhere.
+    """
     info = original(cls, batch, *arguments, **options)
+    if not batch.spec_algorithm.is_none():
+        return info
     seeds = torch.tensor([_seed(request) for request in batch.reqs], dtype=torch.int64)
     info.sampling_seed = seeds.to(batch.device, non_blocking=True)
     return info
