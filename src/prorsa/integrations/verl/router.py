@@ -122,7 +122,7 @@ class ControlRouter:
             top_p=params.get("top_p", 1.0),
             top_k=params.get("top_k", -1),
             stop_token_ids=self._tokenizer.eos_ids,
-            # One of its own, so that a resend draws alike.
+            # Without one a resend would draw anew.
             seed=secrets.randbits(63) if seed is None else seed,
         )
         return TurnRequest(trajectory, 0, tuple(prompt), sampling)
