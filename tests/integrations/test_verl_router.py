@@ -115,8 +115,8 @@ def test_a_turn_keeps_to_the_context(
 
 
 def test_each_turn_has_a_seed_of_its_own_or_the_one_that_it_brings(router: ControlRouter, control: FakeControl) -> None:
-    for params in ({}, {}, {"seed": None}, {"seed": 7}, {"seed": 7}):
-        generate(router, [1, 2, 3], **params)
+    for number, params in enumerate(({}, {}, {"seed": None}, {"seed": 7}, {"seed": 7})):
+        asyncio.run(router.generate(f"turn-{number}", prompt_ids=[1, 2, 3], sampling_params=params))
     *drawn, fourth, fifth = [request.sampling.seed for request in control.requests]
     assert len(set(drawn)) == 3
     assert all(seed is not None and 0 <= seed < 2**63 for seed in drawn)
