@@ -279,6 +279,9 @@ class Gateway(Section):
     """A trajectory whose last answer was a tool call ends when no request has followed for so long."""
     idle_timeout: Seconds = 60.0
     """The same after an answer without a tool call."""
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    """Of the draws of requests that bring none. Unset, each draws anew. Set, the same turn of a trajectory of the same name
+    draws the same after a restart, too."""
     api_key_file: str | None = None
     """File with the key that requests of agents need; made with a new key where it is missing. The environment variable
     PRORSA_API_KEY goes before it. Without either they need none."""

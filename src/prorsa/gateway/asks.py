@@ -174,7 +174,7 @@ class AskReader:
         if bool(ids) == bool(text):
             raise ApiError(400, "give input_ids or text, one of the two and one prompt a request", "input_ids")
         limit = fields.whole(params, "max_new_tokens", None, 1)
-        sampling = self._sampling({**params, "seed": params.get("sampling_seed")}, limit)
+        sampling = self._sampling(params, limit, "sampling_seed")
         return Ask(
             kind="generate",
             identity=identity,
@@ -192,7 +192,8 @@ class AskReader:
             raise unknown_model(model, self._model)
         allowed.check(body)
 
-    def _sampling(self, body: Json, limit: int | None) -> SamplingParams:
+    def _sampling(self, body: Json, limit: int | None, seed: str = "seed") -> SamplingParams:
+        """`seed` is what the endpoint calls it."""
         defaults = self._defaults
         top_k = fields.typed(body, "top_k", int, defaults.top_k)
         if top_k != -1 and top_k < 1:
@@ -207,7 +208,7 @@ class AskReader:
             top_p=fields.number(body, "top_p", defaults.top_p, 0.0, 1.0, above=True),
             top_k=top_k,
             stop_token_ids=stops,
-            seed=fields.whole(body, "seed", None, -fields.MOST),
+            seed=fields.whole(body, seed, None, -fields.MOST),
         )
 
     def _known(self, ids: Sequence[int], param: str) -> tuple[int, ...]:

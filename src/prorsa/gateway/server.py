@@ -99,7 +99,7 @@ class Gateway:
             "/v1/completions": reader.completions,
             "/generate": reader.generate,
         }
-        self._turns = Turns(control, tokenizer, self.trajectories, config.model.max_context, config.seed)
+        self._turns = Turns(control, tokenizer, self.trajectories, config.model.max_context, limits.seed)
         self._admin = Admin(control, token)
         self._created = int(time.time())
         self._running: set[Running] = set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -27,6 +28,8 @@ from prorsa.rollout.toolcalls import Parsed, parse
 
 log = logging.getLogger(__name__)
 
+SEED_BITS = 63
+"""What every engine takes."""
 GONE = "its client is gone"
 
 
@@ -96,9 +99,10 @@ class Running:
 
 class Turns:
     def __init__(
-        self, control: Control, tokenizer: ChatTokenizer, trajectories: Trajectories, max_context: int, seed: int
+        self, control: Control, tokenizer: ChatTokenizer, trajectories: Trajectories, max_context: int, seed: int | None
     ) -> None:
-        """`seed` is the run's; a request without one of its own gets its trajectory's, so that a resend draws alike."""
+        """A request without a seed gets one by `seed`, its trajectory and the turn, or a new one where that is None. A resend
+        has the same."""
         self._control = control
         self._tokenizer = tokenizer
         self._trajectories = trajectories
@@ -114,7 +118,7 @@ class Turns:
                 trajectory, ids = await self._trajectories.begin(ask.identity, ask.prompt)
         except TimeoutError:
             raise late from None
-        sampling = self._sampling(ask, trajectory.id, len(ids))
+        sampling = self._sampling(ask, trajectory, len(ids))
         request = TurnRequest(trajectory.id, trajectory.turns, ids, sampling, trace)
         news = asyncio.Event()
         output = Output(
@@ -156,13 +160,16 @@ class Turns:
             self._trajectories.failed(trajectory, running.failure)
         running.news.set()
 
-    def _sampling(self, ask: Ask, trajectory: str, tokens: int) -> SamplingParams:
+    def _sampling(self, ask: Ask, trajectory: Trajectory, tokens: int) -> SamplingParams:
         asked = ask.sampling
-        seed = asked.seed
-        if seed is None:
-            digest = blake2b(f"{self._seed} {trajectory}".encode(), digest_size=7).digest()
-            seed = int.from_bytes(digest, "big")
+        seed = self._seed_of(trajectory) if asked.seed is None else asked.seed
         return replace(asked, max_new_tokens=min(asked.max_new_tokens, self._max_context - tokens), seed=seed)
+
+    def _seed_of(self, trajectory: Trajectory) -> int:
+        if self._seed is None:
+            return secrets.randbits(SEED_BITS)
+        turn = f"{self._seed} {trajectory.turns} {trajectory.id}"
+        return int.from_bytes(blake2b(turn.encode(), digest_size=8).digest(), "big", signed=True)
 
     def _tool(self, running: Running) -> str | None:
         calls = running.parsed().calls
