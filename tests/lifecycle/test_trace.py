@@ -115,7 +115,7 @@ def test_cut_at_any_byte_gives_what_was_whole_and_then_names_the_line(tmp_path: 
     [
         ('["R",0.75,0,', "not a version-1 event"),
         ('["?",0.75,0,57]', "not a version-1 event"),
-        ('["R",0.75,0]', "2 fields for Ready, which has 3"),
+        ('["R",0.75,0]', "2 fields for Ready, which has 4"),
         ('["R",0.75,0,"57"]', "tokens is '57', not int"),
         ('["R",0.75,0,57.5]', "tokens is 57.5, not int"),
         ('["R",0.75,9,57]', "name code 9 of 3"),

@@ -8,7 +8,7 @@ Format, version 1 (UTF-8 text):
 
 The kinds are the letters of `KINDS`. Times are exact (the shortest decimal that gives the same float). A name is a string
 where it occurs for the first time in the file, which gives it the next code from 0, and that code from then on: in the
-second event above, 0 is "t-1". A line counts once its newline is there.
+second event above, 0 is "t-1". `Ready.kept` is left out where it is UNKNOWN. A line counts once its newline is there.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class TraceWriter:
         for name, type_ in _FIELDS[kind]:
             value = getattr(event, name)
             record.append(self._coded(value) if issubclass(type_, str) else value)
+        if isinstance(event, e.Ready) and event.kept == e.UNKNOWN:
+            record.pop()
         self._file.write(json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n")
 
     def close(self) -> None:
@@ -132,6 +134,8 @@ def _parse(line: bytes, names: list[str]) -> e.Event:
     letter, *values = json.loads(line)
     kind = KINDS[letter]
     typed = _FIELDS[kind]
+    if kind is e.Ready and len(values) == len(typed) - 1:
+        values.append(e.UNKNOWN)
     if len(values) != len(typed):
         raise ValueError(f"{len(values)} fields for {kind.__name__}, which has {len(typed)}")
     return kind(*(_field(value, name, type_, names) for value, (name, type_) in zip(values, typed, strict=True)))
