@@ -137,10 +137,11 @@ class SimulatedTokenizer:
         turn = self._model.turn(name)
         if not turn.dropped_tokens:
             return self._tokens(name.token, turn.appended_tokens)
-        # A context's first token is its question, whatever else of it is gone.
-        whole = self._model.kept(name._replace(turn=name.turn + 1)) == 0
-        first = name.question + 1 if whole else name.token
-        return Revision(self._tokens(first, turn.appended_tokens), turn.dropped_tokens)
+        tokens = self._tokens(name.token, turn.appended_tokens)
+        if self._model.hashed and self._model.forgets_all(name):
+            # A context's first token is its question, whatever else of it is gone.
+            tokens = (name.question + 1, *tokens[1:])
+        return Revision(tokens, turn.dropped_tokens)
 
     def _make_prompt(self, question: int) -> Sequence[int]:
         # The members of a group have the same prompt, so any seed tells how long it is.

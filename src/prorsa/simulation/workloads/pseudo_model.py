@@ -126,13 +126,11 @@ class PseudoModel:
     def turn(self, name: TurnName) -> TurnScript:
         return self.script(name.question, name.seed).turns[name.turn]
 
-    def kept(self, name: TurnName) -> int | None:
-        """How much of the context of the turn before the turn's prompt begins with; None: all of it."""
-        if not name.turn:
-            return None
+    def forgets_all(self, name: TurnName) -> bool:
+        """Whether the next prompt has nothing of the context that the turn ends with."""
         script, starts = self._course(name.question, name.seed)
-        before = script.turns[name.turn - 1]
-        return before.kept(starts[name.turn - 1]) if before.dropped_tokens else None
+        turn: TurnScript = script.turns[name.turn]
+        return turn.kept(starts[name.turn]) == 0
 
     def segment(self, request: GenerateRequest) -> Segment:
         """To which the request's turn belongs."""
