@@ -49,13 +49,15 @@ def measured(usage: Any) -> tuple[int, int, int | None] | None:
     if not isinstance(usage, dict):
         return None
     prompt, output = (_first(usage, keys) for keys in (_PROMPT, _OUTPUT))
-    if not prompt or output is None:
+    if prompt is None or output is None:
         return None
     written, read = (fields.maybe_tokens(usage, f"cache_{what}_input_tokens") for what in ("creation", "read"))
-    if written is not None or read is not None:
+    if written is None and read is None:
+        read = _first(usage, _CACHED)
+    else:
         # Anthropic counts apart what was cached.
-        return prompt + (written or 0) + (read or 0), output, read
-    return prompt, output, _first(usage, _CACHED)
+        prompt += (written or 0) + (read or 0)
+    return (prompt, output, read) if prompt else None
 
 
 _PROMPT = ("prompt_tokens", "input_tokens")
