@@ -504,3 +504,144 @@ def test_a_span_that_cannot_be_is_refused(tmp_path: Path, spans: list[Json], mes
     path = write(tmp_path / "spans.json", otlp(*spans))
     assert f"{path}" in refusal(path)
     assert message in refusal(path)
+
+
+# Whatever stands where a value should.
+
+SAMPLES: dict[str, list[Json]] = {
+    "turns": [
+        {"id": 1, "turns": [{"prompt_tokens": 4, "output_tokens": 2, "tool": {"name": "a", "duration_s": 1}}] * 2}
+    ],
+    "mooncake": [
+        {"timestamp": 1, "session_id": "s", "input_length": 9, "output_length": 2, "hash_ids": [1], "delay": 3}
+    ]
+    * 2,
+    "requests": [{"ts": "2026-01-01 00:00:00.5", "in": 4, "out": 2}] * 2,
+    "azure": [{"TIMESTAMP": "2026-01-01 00:00:00.5", "ContextTokens": 4, "GeneratedTokens": 2}] * 2,
+    "burstgpt": [{"Timestamp": 1, "Session ID": 1, "Elapsed time": 2, "Request tokens": 4, "Response tokens": 2}] * 2,
+    "claude-code": [
+        claude("user", 0, {"role": "user", "content": "x"}, isSidechain=True, uuid="a", parentUuid=None),
+        claude(
+            "assistant",
+            1,
+            {"id": "m", "model": "c", "content": [{"type": "tool_use", "name": "t"}], "usage": usage(1, 2, 3, 4)},
+            isSidechain=True,
+            uuid="b",
+            parentUuid="a",
+        ),
+        claude("assistant", 2, {"id": "n", "model": "c", "content": [], "usage": usage(1, 0, 0, 4)}),
+    ],
+    "otel": [
+        otlp(
+            span("agent", 0, 3, gen_ai__operation__name="invoke_agent"),
+            model("a", 0, 1, 9, 2, "agent"),
+            span("t", 1, 2, "agent", gen_ai__operation__name="execute_tool", gen_ai__tool__name="x"),
+            model("b", 2, 3, 5, 2, "agent", gen_ai__usage__cache_read__input_tokens=4),
+        )
+    ],
+    "verifiers": [
+        {
+            "example_id": 1,
+            "task": "t",
+            "prompt": [{"role": "user", "content": "x"}],
+            "completion": [{"role": "assistant", "content": "y", "tool_calls": [{"function": {"name": "f"}}]}],
+            "reward": 1.0,
+            "timing": {"scoring_ms": 3.0},
+            "token_usage": {"input_tokens": 3.0, "output_tokens": 4.0},
+            "trajectory": [
+                {"tokens": {"prompt_ids": [1, 2], "completion_ids": [3]}, "completion": [{"role": "assistant"}]},
+                {"response": {"usage": {"prompt_tokens": 4, "completion_tokens": 2}}},
+            ],
+        }
+    ],
+    "mini-swe-agent": [
+        mini(
+            *[
+                {"prompt_tokens": n, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
+                for n in (9, 8)
+            ]
+        )
+    ],
+    "swe-agent": [
+        {
+            "history": [{"role": "system", "content": "s"}],
+            "trajectory": [
+                {"response": "r", "action": "a b", "observation": "o", "execution_time": 1, "query": [{"role": "u"}]}
+            ]
+            * 2,
+        }
+    ],
+    "openhands": [
+        {
+            "instance_id": "i",
+            "history": [
+                {"kind": "SystemPromptEvent", "source": "agent", "system_prompt": {"text": "s"}, "timestamp": 1},
+                {"kind": "ActionEvent", "source": "agent", "tool_name": "t", "llm_response_id": "r", "timestamp": 2},
+                {"source": "agent", "action": "run", "args": {}, "tool_call_metadata": {"model_response": {"id": "q"}}},
+            ],
+            "metrics": {"token_usages": [{"response_id": r, "prompt_tokens": 5, "completion_tokens": 2} for r in "rq"]},
+            "report": {"resolved": True},
+        }
+    ],
+    "sharegpt": [{"id": "c", "conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]}],
+}
+JUNK: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1e300,
+    float("nan"),
+    10**18,
+    2.5,
+    "",
+    "x",
+    "\ud83d\x1b\n",
+    [],
+    {},
+    [1],
+    [None],
+    {"a": 1},
+]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, item in inner for place in places(item, (*path, key)))]
+
+
+def replaced(value: Any, path: tuple[Any, ...], junk: Any) -> Any:
+    if not path:
+        return junk
+    copy = value.copy()
+    copy[path[0]] = replaced(value[path[0]], path[1:], junk)
+    return copy
+
+
+def test_samples_are_of_all_formats(tmp_path: Path) -> None:
+    assert SAMPLES.keys() == FORMATS.keys()
+    for name, records in SAMPLES.items():
+        read(write(tmp_path / name, records), name)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_junk_in_any_place_is_read_over_or_refused(tmp_path: Path, name: str, asked: bool) -> None:
+    records = SAMPLES[name]
+    path = tmp_path / "recording"
+    for place in places(records):
+        if not place:
+            continue
+        for junk in JUNK:
+            path.write_text("".join(json.dumps(line) + "\n" for line in replaced(records, place, junk)))
+            try:
+                found, _, _ = read_recordings([path], name if asked else None)
+            except ConfigError as error:
+                problem = str(error)
+            else:
+                for trajectory in found:
+                    assert all(0 < turn.prompt <= 10**9 and 0 <= turn.output <= 10**9 for turn in trajectory.turns)
+                    assert all((turn.tool_s or 0) >= 0 and (turn.llm_s or 0) >= 0 for turn in trajectory.turns)
+                continue
+            assert problem.startswith(str(path)), (place, junk)
+            assert problem.isprintable(), (place, junk)

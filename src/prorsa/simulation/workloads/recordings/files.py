@@ -122,7 +122,7 @@ def _objects(where: str, value: Any) -> Iterator[Record]:
 def _rows(path: Path, file: io.TextIOWrapper) -> Iterator[Record]:
     rows = csv.reader(file, strict=True)
     try:
-        header = [cell.strip() for cell in next(row for row in rows if any(row))]
+        header = [cell.strip() for cell in next((row for row in rows if any(row)), [])]
         if len(header) < 2 or len(set(header)) < len(header):
             raise ConfigError(
                 f"{path}, line {rows.line_num}: {shown(','.join(header))} is neither JSON nor a CSV header; {REMEDY}"
