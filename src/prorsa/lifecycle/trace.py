@@ -14,6 +14,7 @@ second event above, 0 is "t-1". `Ready.kept` is left out where it is UNKNOWN. A 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -24,6 +25,8 @@ from prorsa.lifecycle import events as e
 
 MARK = "prorsa-trace"
 VERSION = 1
+LARGEST = 1 << 53
+"""Of a count: a float has every whole number up to it."""
 
 KINDS: dict[str, type[e.Event]] = {
     "S": e.Sampled,
@@ -148,6 +151,8 @@ def _field(value: Any, name: str, type_: type, names: list[str]) -> Any:
         return float(value)
     if type(value) is not type_:
         raise TypeError(f"{name} is {value!r}, not {type_.__name__}")
+    if isinstance(value, int | float) and not abs(value) <= (LARGEST if type_ is int else sys.float_info.max):
+        raise ValueError(f"{name} is {value!r}: no such number can be")
     return value
 
 

@@ -40,10 +40,7 @@ FORMATS = {
     one.name: one
     for one in (
         turns.FORMAT,
-        requests.MOONCAKE,
-        requests.SHORT,
-        requests.AZURE,
-        requests.BURSTGPT,
+        *requests.FORMATS,
         claudecode.FORMAT,
         otel.FORMAT,
         verifiers.FORMAT,

@@ -45,22 +45,21 @@ def _events(name: str, group: str, trajectory: Trajectory, time: float) -> Itera
         mode, seconds = trajectory.sandbox
         yield e.SandboxStarting(time, name, mode, INSTANCE, INSTANCE)
         time += seconds
-    for index, (turn, kept) in enumerate(zip(turns, kept_tokens(turns), strict=True)):
-        yield e.Ready(time, name, turn.prompt, kept)
+    context = 0
+    for turn, kept in zip(turns, kept_tokens(turns), strict=True):
+        ready = e.Ready(time, name, turn.prompt, kept)
+        yield ready
         yield e.PrefillStarted(time, name, INSTANCE)
-        new = (
-            turn.prompt
-            if index == 0
-            else turn.prompt - e.Ready(time, name, turn.prompt, kept).extends(_end(turns[index - 1]))
-        )
+        new = turn.prompt - ready.extends(context)
         llm = _llm_s(turn, new)
         prefill = new / PREFILL_TOKENS_PER_S if turn.ttft_s is None else turn.ttft_s
         yield e.DecodeStarted(time + min(prefill, llm / 2), name, INSTANCE)
         time += llm
-        if index + 1 < len(turns):
-            yield e.ToolStarted(time, name, turn.tool or UNNAMED, _end(turn))
+        context = _end(turn)
+        if turn is not turns[-1]:
+            yield e.ToolStarted(time, name, turn.tool or UNNAMED, context)
             time += _tool_s(turn, llm)
-    yield e.RewardStarted(time, name, _end(turns[-1]))
+    yield e.RewardStarted(time, name, context)
     reward_s = REWARD_S if trajectory.reward_s is None else trajectory.reward_s
     yield e.Done(time + reward_s, name, trajectory.reward, admitted=True)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -32,6 +33,15 @@ _TIME = re.compile(
 
 class Wrong(Exception):
     """A value that cannot be; the message names the field, the value and the remedy."""
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Puts the place before the message of a `Wrong` that is raised inside."""
+    try:
+        yield
+    except Wrong as error:
+        raise Wrong(f"{where}: {error}") from None
 
 
 def shown(value: Any) -> str:

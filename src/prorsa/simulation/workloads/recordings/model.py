@@ -75,7 +75,7 @@ class Conversation:
         """The model answers, to `prompt` where the recording has it, else to the context."""
         kept = None
         if prompt is not None:
-            common = _common(self.context, prompt)
+            common = common_prefix(self.context, prompt)
             if self.turns and common < len(self.context):
                 kept = self._tokens(prompt[:common])
             self.context = list(prompt)
@@ -100,6 +100,7 @@ def gap(earlier: float | None, later: float | None) -> float | None:
     return max(later - earlier, 0.0)
 
 
-def _common(before: Sequence[Message], after: Sequence[Message]) -> int:
+def common_prefix(before: Sequence[object], after: Sequence[object]) -> int:
+    """How many items both begin with."""
     pairs = zip(before, after, strict=False)
     return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(before), len(after)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -35,15 +35,6 @@ def called(values: Mapping[str, Any]) -> str | None:
     return fields.maybe_name(first, "name" if name is MISSING else "function.name")
 
 
-def counted(turn: Turn, usage: Any) -> bool:
-    """Give the turn the exact lengths of a usage report; False where there is none."""
-    found = measured(usage)
-    if found is None:
-        return False
-    turn.prompt, turn.output, turn.kept = found
-    return True
-
-
 def measured(usage: Any) -> tuple[int, int, int | None] | None:
     """(prompt, output, what the server had cached of the prompt) of a usage report of OpenAI's or Anthropic's kind."""
     if not isinstance(usage, dict):
@@ -71,6 +62,16 @@ _CACHED = (
 
 def _first(usage: Json, keys: tuple[str, ...]) -> int | None:
     return next((found for key in keys if (found := fields.maybe_tokens(usage, key)) is not None), None)
+
+
+def use_counts(turns: list[Turn], counts: Sequence[tuple[int, int, int | None] | None]) -> None:
+    """Give the turns their exact lengths, where all of them have some: lengths that are partly guesses would jump."""
+    if not all(counts):
+        return
+    for turn, exact in zip(turns, counts, strict=True):
+        assert exact is not None
+        turn.prompt, turn.output, turn.kept = exact
+    only_where_shorter(turns)
 
 
 def only_where_shorter(turns: list[Turn]) -> None:

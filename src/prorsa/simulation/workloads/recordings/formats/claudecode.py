@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prorsa.simulation.workloads.recordings import fields
-from prorsa.simulation.workloads.recordings.fields import MISSING, Json, at
+from prorsa.simulation.workloads.recordings.fields import MISSING, Json, at, located
 from prorsa.simulation.workloads.recordings.files import Record
 from prorsa.simulation.workloads.recordings.formats import chats
 from prorsa.simulation.workloads.recordings.formats.base import Format, Source
-from prorsa.simulation.workloads.recordings.located import located
 from prorsa.simulation.workloads.recordings.model import Trajectory, Turn, gap
 
 USER = "user"

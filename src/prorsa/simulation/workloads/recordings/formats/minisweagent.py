@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prorsa.simulation.workloads.recordings import fields
-from prorsa.simulation.workloads.recordings.fields import MISSING, at
+from prorsa.simulation.workloads.recordings.fields import MISSING, at, located
 from prorsa.simulation.workloads.recordings.files import Record
 from prorsa.simulation.workloads.recordings.formats import chats
 from prorsa.simulation.workloads.recordings.formats.base import Format, Source
-from prorsa.simulation.workloads.recordings.located import located
 from prorsa.simulation.workloads.recordings.model import Conversation, Trajectory, Turn, gap
 
 
@@ -31,7 +30,7 @@ def read(records: Iterator[Record], source: Source) -> Iterator[Trajectory]:
 def _turns(values: dict[str, Any], source: Source) -> tuple[list[Turn], float]:
     """And when the first began. Messages are stamped when they are complete: a turn lasts from the one before."""
     conversation = Conversation(source.characters)
-    counts: list[bool] = []
+    counts = []
     first: float | None = None
     former: float | None = None
     ended: float | None = None
@@ -44,7 +43,7 @@ def _turns(values: dict[str, Any], source: Source) -> tuple[list[Turn], float]:
                 turn = conversation.speak(message)
                 turn.tool, turn.llm_s = chats.called(said) or "bash", gap(former, time)
                 ended = time
-                counts.append(chats.counted(turn, at(said, "extra.response.usage")))
+                counts.append(chats.measured(at(said, "extra.response.usage")))
             else:
                 if conversation.turns:
                     # Of several results the last one counts.
@@ -52,23 +51,8 @@ def _turns(values: dict[str, Any], source: Source) -> tuple[list[Turn], float]:
                 conversation.hear(message)
             first = time if first is None else first
             former = time
-    if not all(counts):
-        # Lengths that are partly guesses would jump between the two.
-        return _guessed(values, source, conversation.turns), first or 0.0
-    chats.only_where_shorter(conversation.turns)
+    chats.use_counts(conversation.turns, counts)
     return conversation.turns, first or 0.0
-
-
-def _guessed(values: dict[str, Any], source: Source, turns: list[Turn]) -> list[Turn]:
-    conversation = Conversation(source.characters)
-    for said in fields.listed(values, "messages"):
-        message = chats.message(said)
-        if message.role in chats.MODEL and conversation.context:
-            guess, turn = conversation.speak(message), turns[len(conversation.turns) - 1]
-            turn.prompt, turn.output, turn.kept = guess.prompt, guess.output, guess.kept
-        elif message.role != "exit":
-            conversation.hear(message)
-    return turns
 
 
 def _time(said: dict[str, Any]) -> float | None:

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prorsa.simulation.workloads.recordings import fields
-from prorsa.simulation.workloads.recordings.fields import MISSING, Json, at
+from prorsa.simulation.workloads.recordings.fields import MISSING, Json, at, located
 from prorsa.simulation.workloads.recordings.files import Record
 from prorsa.simulation.workloads.recordings.formats import chats
 from prorsa.simulation.workloads.recordings.formats.base import Format, Source
-from prorsa.simulation.workloads.recordings.located import located
 from prorsa.simulation.workloads.recordings.model import Conversation, Message, Trajectory, gap
 
 KINDS = ("SystemPromptEvent", "MessageEvent", "ActionEvent", "ObservationEvent")
@@ -79,11 +78,7 @@ class _Run:
             with located(place):
                 self._take(event)
         turns = self._conversation.turns
-        if all(self._exact):
-            for turn, exact in zip(turns, self._exact, strict=True):
-                assert exact is not None
-                turn.prompt, turn.output, turn.kept = exact
-            chats.only_where_shorter(turns)
+        chats.use_counts(turns, self._exact)
         return Trajectory(where, name, turns, task="coding-agent", start=self._start or 0.0, reward=reward)
 
     def _take(self, event: Json) -> None:

@@ -12,11 +12,10 @@ from itertools import pairwise
 from typing import Any
 
 from prorsa.simulation.workloads.recordings import fields
-from prorsa.simulation.workloads.recordings.fields import Json, Wrong, at
+from prorsa.simulation.workloads.recordings.fields import Json, Wrong, at, located
 from prorsa.simulation.workloads.recordings.files import Record
 from prorsa.simulation.workloads.recordings.formats import chats
 from prorsa.simulation.workloads.recordings.formats.base import Format, Source
-from prorsa.simulation.workloads.recordings.located import located
 from prorsa.simulation.workloads.recordings.model import Trajectory, Turn, gap
 
 MODEL = ("chat", "text_completion", "generate_content")

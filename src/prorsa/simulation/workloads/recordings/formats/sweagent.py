@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prorsa.simulation.workloads.recordings import fields
+from prorsa.simulation.workloads.recordings.fields import located
 from prorsa.simulation.workloads.recordings.files import Record
 from prorsa.simulation.workloads.recordings.formats import chats
 from prorsa.simulation.workloads.recordings.formats.base import Format, Source
-from prorsa.simulation.workloads.recordings.located import located
 from prorsa.simulation.workloads.recordings.model import Conversation, Message, Trajectory
 
 

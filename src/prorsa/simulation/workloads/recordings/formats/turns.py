@@ -9,10 +9,9 @@ from typing import Any
 
 from prorsa.lifecycle.events import SandboxMode
 from prorsa.simulation.workloads.recordings import fields
-from prorsa.simulation.workloads.recordings.fields import Wrong, at, shown
+from prorsa.simulation.workloads.recordings.fields import Wrong, at, located, shown
 from prorsa.simulation.workloads.recordings.files import Record
 from prorsa.simulation.workloads.recordings.formats.base import Format, Source
-from prorsa.simulation.workloads.recordings.located import located
 from prorsa.simulation.workloads.recordings.model import Trajectory, Turn
 
 TASKS = {"coding": "coding-agent", "general": "general-agent"}

@@ -10,12 +10,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prorsa.simulation.workloads.recordings import fields
-from prorsa.simulation.workloads.recordings.fields import MISSING, Json, at
+from prorsa.simulation.workloads.recordings.fields import MISSING, Json, at, located
 from prorsa.simulation.workloads.recordings.files import Record
 from prorsa.simulation.workloads.recordings.formats import chats
 from prorsa.simulation.workloads.recordings.formats.base import Format, Source
-from prorsa.simulation.workloads.recordings.located import located
-from prorsa.simulation.workloads.recordings.model import Conversation, Message, Trajectory, Turn
+from prorsa.simulation.workloads.recordings.model import Conversation, Trajectory, Turn, common_prefix
 
 KEYS = {"prompt", "completion", "reward"}
 
@@ -48,10 +47,11 @@ def _exact(values: Json) -> list[Turn]:
             prompt, output = (at(step, f"tokens.{part}_ids") for part in ("prompt", "completion"))
             if isinstance(prompt, list) and isinstance(output, list) and prompt:
                 turn.prompt, turn.output = len(prompt), len(output)
-                turn.kept = _common(before, prompt) if turns else None
+                turn.kept = common_prefix(before, prompt) if turns else None
                 before = prompt + output
-            elif chats.counted(turn, at(step, "response.usage")):
-                turn.kept, before = None, []
+            elif counts := chats.measured(at(step, "response.usage")):
+                turn.prompt, turn.output, _ = counts
+                before = []
             else:
                 return []
             turns.append(turn)
@@ -64,27 +64,18 @@ def _tool(step: Json) -> str | None:
     return (chats.called(first) if isinstance(first, dict) else None) or "environment"
 
 
-def _common(before: list[int], prompt: list[int]) -> int:
-    pairs = zip(before, prompt, strict=False)
-    return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(before), len(prompt)))
-
-
 def _guessed(values: Json, source: Source) -> list[Turn]:
     conversation = Conversation(source.characters)
-    conversation.hear(*_messages(values, "prompt", "user"))
+    conversation.hear(*chats.messages(_records(values, "prompt", "user")))
     for said in _records(values, "completion", "assistant"):
         message = chats.message(said)
         if message.role in chats.MODEL:
             conversation.speak(message).tool = chats.called(said) or "environment"
         else:
             conversation.hear(message)
-    if len(conversation.turns) == 1 and chats.counted(conversation.turns[0], values.get("token_usage")):
-        conversation.turns[0].kept = None
+    if len(conversation.turns) == 1:
+        chats.use_counts(conversation.turns, [chats.measured(values.get("token_usage"))])
     return conversation.turns
-
-
-def _messages(values: Json, key: str, role: str) -> list[Message]:
-    return chats.messages(_records(values, key, role))
 
 
 def _records(values: Json, key: str, role: str) -> list[Json]:
