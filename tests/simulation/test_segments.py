@@ -241,4 +241,7 @@ def test_a_tracker_refuses_to_keep_what_is_not_there() -> None:
 def test_segments_are_known_by_their_turns() -> None:
     model = PseudoModel(Scripts(SCRIPT))
     assert [segment.number for segment in model._segments(0, 0)] == [0, 0, 1, 2, 3, 4]
-    assert [segment.shares for segment in model._segments(0, 0)] == [True, True, True, False, False, False]
+    # The first three have the group's first prompt, the others none in common with any other trajectory.
+    groups = [segment.group for segment in model._segments(0, 0)]
+    assert groups[:3] == [1, 1, 1]
+    assert len({*groups[3:], *(segment.group for segment in model._segments(0, 1))}) == 3 + 4

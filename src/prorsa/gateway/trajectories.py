@@ -80,15 +80,11 @@ class Context:
         if seen is None:
             seen = array("i")
             seen.frombytes(self.key)
-        context = seen + array("i", self.rest)
-        common = _common(context, array("i", prompt))
-        return UNKNOWN if common == len(context) else common
-
-
-def _common(one: array[int], other: array[int]) -> int:
-    """How many ids both begin with."""
-    most = min(len(one), len(other))
-    return bisect_left(range(most), True, key=lambda index: one[: index + 1] != other[: index + 1])
+        context, new = seen + array("i", self.rest), array("i", prompt)
+        if new[: len(context)] == context:
+            return UNKNOWN
+        # Whole slices are compared at once: much faster than id by id.
+        return bisect_left(range(min(len(context), len(new))), True, key=lambda at: context[: at + 1] != new[: at + 1])
 
 
 ReplyKind = tuple[str, bool]

@@ -41,7 +41,6 @@ class Model(Protocol):
 
     def stream(self, request: GenerateRequest) -> Stream: ...
     def segment(self, request: GenerateRequest) -> Segment: ...
-    def group(self, request: GenerateRequest) -> int: ...
 
 
 class SimulatedCluster:
@@ -154,13 +153,13 @@ class SimulatedCluster:
         """A leg is over: should the other one never have come, nothing of them stays."""
         self._handovers.pop(bootstrap, None)
 
-    def enter(self, trajectory: str, question: int, segment: Segment) -> None:
+    def enter(self, trajectory: str, segment: Segment) -> None:
         """A request of the segment has come. When it is the first, what the context has lost is of no more use to anybody."""
         if segment.number <= self._segments.get(trajectory, 0):
             return
         self._segments[trajectory] = segment.number
         for engine in self.engines.values():
-            engine.core.cut(trajectory, question, segment.kept)
+            engine.core.cut(trajectory, segment.group, segment.kept)
         if self.store is not None:
             self.store.cut(trajectory, segment.kept)
 
@@ -304,14 +303,14 @@ class SimulatedEngine:
                 f"{capacity} tokens of a rank's KV cache: raise kv_tokens or lower max_context"
             )
         trajectory = request.rid.rsplit(".", 2)[0]
-        question, segment = self._cluster.model.group(request), self._cluster.model.segment(request)
-        self._cluster.enter(trajectory, question, segment)
+        segment = self._cluster.model.segment(request)
+        self._cluster.enter(trajectory, segment)
         return Job(
             trajectory=trajectory,
-            question=question,
+            question=segment.group,
             prompt=prompt,
             target=target,
-            first_prompt=self._cluster.first_prompt(question, prompt) if segment.shares else 0,
+            first_prompt=self._cluster.first_prompt(segment.group, prompt) if segment.group > 0 else 0,
             report=lambda job, finish: self._report(leg, job, finish),
             handover=None if request.bootstrap is None else self._cluster.handover(request.bootstrap),
         )

@@ -58,8 +58,8 @@ class Segment(NamedTuple):
     """0 for the first of the trajectory."""
     kept: int
     """How much of the context before it, it begins with."""
-    shares: bool
-    """Whether its contexts begin with the whole first prompt, which is that of the group."""
+    group: int
+    """Equal for contexts that begin with the same whole prompt: above 0 with that of the group, else with its own."""
 
 
 class Stream(Protocol):
@@ -117,7 +117,9 @@ class PseudoModel:
     def __init__(self, workload: Workload, hashed: bool = False) -> None:
         self.hashed = hashed
         self._course = lru_cache(SCRIPTS)(lambda question, seed: _course(workload.script(question, seed)))
-        self._segments = lru_cache(SCRIPTS)(lambda question, seed: tuple(_segments(self.script(question, seed))))
+        self._segments = lru_cache(SCRIPTS)(
+            lambda question, seed: tuple(_segments(self.script(question, seed), TurnName(question, seed, 0)))
+        )
 
     def script(self, question: int, seed: int) -> Script:
         script: Script = self._course(question, seed)[0]
@@ -137,11 +139,6 @@ class PseudoModel:
         name = self._requested(request)
         segment: Segment = self._segments(name.question, name.seed)[name.turn]
         return segment
-
-    def group(self, request: GenerateRequest) -> int:
-        """Equal for contexts that begin with the same prompt, that of their group or of their segment."""
-        name, segment = self._requested(request), self.segment(request)
-        return request.input_ids[0] if segment.shares else -name._replace(turn=segment.number).token
 
     def name(self, token: int) -> TurnName:
         """The turn that a generated token, not the stop token, belongs to."""
@@ -200,14 +197,15 @@ def _powers(count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     return np.cumprod(factors, dtype=np.uint64)
 
 
-def _segments(script: Script) -> Iterator[Segment]:
-    """Of each turn."""
-    segment = Segment(0, 0, True)
+def _segments(script: Script, name: TurnName) -> Iterator[Segment]:
+    """Of each turn of a trajectory, whose first turn has the name."""
+    segment = Segment(0, 0, name.question + 1)
     for turn, prompt in zip(script.turns, script.prompts(), strict=True):
         yield segment
         if turn.dropped_tokens:
-            kept = turn.kept(prompt)
-            segment = Segment(segment.number + 1, kept, segment.shares and kept >= script.prompt_tokens)
+            number, kept = segment.number + 1, turn.kept(prompt)
+            shares = segment.group > 0 and kept >= script.prompt_tokens
+            segment = Segment(number, kept, segment.group if shares else -name._replace(turn=number).token)
 
 
 def _course(script: Script) -> tuple[Script, tuple[int, ...]]:
