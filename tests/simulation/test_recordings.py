@@ -277,6 +277,13 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, content: bytes, message:
     assert f"{path}{message}" in refusal(path)
 
 
+def test_what_is_nested_too_deeply_and_a_name_of_several_lines_are_refused_in_one(tmp_path: Path) -> None:
+    path = tmp_path / "a\nb\x1b"
+    deep = "[" * 900 + "]" * 900
+    path.write_text('{"conversations": [{"from": "human", "value": %s}, {"from": "gpt", "value": "x"}]}\n' % deep)
+    assert "nested too deeply" in refusal(path)
+
+
 def test_formats_are_asked_for_by_name(tmp_path: Path) -> None:
     path = lines(tmp_path / "recording.jsonl", GOOD)
     message = refusal(path, format_name="nonsense")

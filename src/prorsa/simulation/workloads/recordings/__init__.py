@@ -16,6 +16,7 @@ from pathlib import Path
 
 from prorsa.config import ConfigError
 from prorsa.lifecycle import Event, TraceWriter
+from prorsa.report.legible import legible
 from prorsa.simulation.workloads.pseudo_model import MOST_TURNS
 from prorsa.simulation.workloads.recordings.events import events_of
 from prorsa.simulation.workloads.recordings.fields import Wrong, shown
@@ -67,10 +68,18 @@ class Converted:
 def convert_files(
     paths: Sequence[str | Path], target: str | Path, format_name: str | None = None, characters: float = CHARACTERS
 ) -> Converted:
-    """Write recordings as one new trace. Raises `ConfigError`, and has written nothing then."""
-    target = Path(target)
-    _check_target(target)
-    found, formats, empty = read_recordings(paths, format_name, characters)
+    """Write recordings as one new trace. Raises `ConfigError` with one line, and has written nothing then."""
+    try:
+        _check_target(Path(target))
+        found, formats, empty = read_recordings(paths, format_name, characters)
+        return Converted(_write(found, Path(target)), len(found), empty, formats)
+    except ConfigError as error:
+        # Names of files may have ends of lines.
+        raise ConfigError(legible(str(error))) from error
+
+
+def _write(found: Sequence[Trajectory], target: Path) -> int:
+    """Beside the target, which is renamed to when it is whole; how many events there are."""
     count = 0
     try:
         with tempfile.TemporaryDirectory(prefix=f".{target.name[:100]}.", dir=target.parent) as directory:
@@ -83,7 +92,7 @@ def convert_files(
             os.rename(written, target)
     except OSError as error:
         raise ConfigError(f"{target}: {error.strerror}; give the path of a file that can be made") from error
-    return Converted(count, len(found), empty, formats)
+    return count
 
 
 def _check_target(target: Path) -> None:
@@ -100,11 +109,9 @@ def convert(trajectories: Sequence[Trajectory]) -> Iterator[Event]:
 
     Several recordings of one name are several attempts at one question: a group, unless they say theirs.
     """
-    for_group = [one.name or f"{Path(one.where).name}" for one in trajectories]
-    return events_of(
-        (name, one.group or fallback, one)
-        for name, fallback, one in zip(_names(for_group), for_group, trajectories, strict=True)
-    )
+    called = [one.name or Path(one.where).name for one in trajectories]
+    named = zip(_names(called), called, trajectories, strict=True)
+    return events_of((name, one.group or question, one) for name, question, one in named)
 
 
 def _names(wanted: Sequence[str]) -> Iterator[str]:
@@ -138,6 +145,8 @@ def read_recordings(
                 empty += not trajectory.turns
         except Wrong as error:
             raise ConfigError(str(error)) from None
+        except RecursionError:
+            raise ConfigError(f"{path}: a value is nested too deeply; mend the file") from None
     if not found:
         raise ConfigError(f"{', '.join(map(str, paths))}: no turn of a model is recorded there; {_known()}")
     return found, tuple(formats), empty
