@@ -280,7 +280,8 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, content: bytes, message:
 def test_what_is_nested_too_deeply_and_a_name_of_several_lines_are_refused_in_one(tmp_path: Path) -> None:
     path = tmp_path / "a\nb\x1b"
     deep = "[" * 900 + "]" * 900
-    path.write_text('{"conversations": [{"from": "human", "value": %s}, {"from": "gpt", "value": "x"}]}\n' % deep)
+    said = f'[{{"from": "human", "value": {deep}}}, {{"from": "gpt", "value": "x"}}]'
+    path.write_text(f'{{"conversations": {said}}}\n')
     assert "nested too deeply" in refusal(path)
 
 

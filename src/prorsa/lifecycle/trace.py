@@ -125,12 +125,8 @@ def _check_header(path: Path, file: BinaryIO) -> None:
     header = file.readline(256)
     mark, _, version = header.rstrip(b"\n").partition(b" ")
     if mark != MARK.encode():
-        raise TraceError(
-            path,
-            1,
-            f"not a trace, it does not start with {MARK!r}",
-            "give the `trace` file of a run, or make one with `prorsa trace`",
-        )
+        remedy = "give the `trace` file of a run, or make one with `prorsa trace`"
+        raise TraceError(path, 1, f"not a trace, it does not start with {MARK!r}", remedy)
     if not header.endswith(b"\n"):
         raise TraceError(path, 1, "the file ends within its first line", "it holds no event")
     if version != str(VERSION).encode():

@@ -13,6 +13,8 @@ from prorsa.simulation.workloads.recordings.model import Trajectory
 CHARACTERS = 4.0
 """Characters that are taken for a token where a recording has text and no counts."""
 
+KINDS = (".gz", ".bz2", ".xz", ".json", ".jsonl", ".traj", ".csv")
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -24,7 +26,10 @@ class Source:
     @property
     def stem(self) -> str:
         """The file's name without what says its kind: what a recording is called that does not name itself."""
-        return self.path.name.split(".", 1)[0] or self.path.name
+        name = self.path
+        while name.suffix in KINDS:
+            name = name.with_suffix("")
+        return name.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,8 @@ class _Thread:
     message: str | None = None
     """That of the last turn."""
     heard: float | None = None
-    """When the last line came that is not the model's."""
+    """When the last line came that is not the model's, and the last before the last turn."""
+    asked: float | None = None
     said: float | None = None
     """When the last one came that is."""
 
@@ -53,10 +54,12 @@ class _Thread:
             # Later lines of an answer know more of its tokens.
             self.turns[-1].output = max(self.turns[-1].output, output)
         else:
-            self.turns.append(Turn(prompt, output, kept, USER, llm_s=None))
-            self.message, self.start = message, self.start if self.start is not None else self.heard or time
+            self.turns.append(Turn(prompt, output, kept, USER))
+            self.message, self.asked = message, self.heard
+            if self.start is None:
+                self.start = time if self.heard is None else self.heard
         turn = self.turns[-1]
-        turn.llm_s = gap(self.heard, time)
+        turn.llm_s = gap(self.asked, time)
         tool = _tool(answer)
         if tool is not None and turn.tool == USER:
             turn.tool = tool

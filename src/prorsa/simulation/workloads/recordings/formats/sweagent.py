@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from typing import Any
 
 from prorsa.simulation.workloads.recordings import fields
@@ -28,18 +29,12 @@ def read(records: Iterator[Record], source: Source) -> Iterator[Trajectory]:
     for where, values in records:
         with located(where):
             conversation = Conversation(source.characters)
-            opening = [said for said in fields.listed(values, "history") if chats.message(said).role not in chats.MODEL]
-            conversation.hear(*chats.messages(opening[: _before_the_model(values)]))
+            history = chats.messages(fields.listed(values, "history"))
+            conversation.hear(*takewhile(lambda said: said.role not in chats.MODEL, history))
             for index, step in enumerate(fields.listed(values, "trajectory")):
                 with located(f"step {index}"):
                     _step(conversation, step)
             yield Trajectory(where, source.stem, conversation.turns, task="coding-agent")
-
-
-def _before_the_model(values: dict[str, Any]) -> int:
-    """How many messages stand before the model's first."""
-    roles = [chats.message(said).role for said in fields.listed(values, "history")]
-    return next((index for index, role in enumerate(roles) if role in chats.MODEL), len(roles))
 
 
 def _step(conversation: Conversation, step: dict[str, Any]) -> None:
