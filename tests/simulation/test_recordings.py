@@ -326,7 +326,7 @@ def test_a_conversion_never_overwrites_and_leaves_no_stump(tmp_path: Path, capsy
 
 NAMES = st.text(max_size=8) | st.sampled_from(["[/bash]", "a/2", "\ud83d", "\x1b[2J", "a\nb"])
 LENGTHS = st.integers(-1, 40) | st.sampled_from([2.0, 3.5, True, None, "7", float("nan"), 10**8, 10**18])
-TIMES = st.none() | st.floats(0, 100) | st.sampled_from([-1, float("inf"), True, "x", 604_800])
+TIMES = st.none() | st.floats(0, 100) | st.sampled_from([-1, float("inf"), True, "x", 86_400])
 TURNS = st.fixed_dictionaries(
     {"prompt_tokens": LENGTHS, "output_tokens": LENGTHS},
     optional={

@@ -16,8 +16,8 @@ Json = dict[str, Any]
 
 MOST_TOKENS = 100_000_000
 """Of a prompt or an output: no model has a context as long."""
-MOST_S = 604_800.0
-"""Of a single duration: a week."""
+MOST_S = 86_400.0
+"""Of a single duration: a day."""
 MOST_TIME = 1e11
 """Of a time stamp, seconds."""
 MOST_NAME = 1000

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from prorsa.lifecycle.events import SandboxMode
-
-AWAY_S = 86_400.0
-"""A gap that nobody timed as a tool's, and that is longer, was no tool's: its length counts as unknown."""
+from prorsa.simulation.workloads.recordings.fields import MOST_S
 
 
 @dataclass(slots=True)
@@ -94,8 +92,11 @@ def tokens_of(text: str, characters: float) -> int:
 
 
 def gap(earlier: float | None, later: float | None) -> float | None:
-    """Seconds between two moments of which either may be unknown. Clocks go back: never less than 0."""
-    if earlier is None or later is None or later - earlier > AWAY_S:
+    """Seconds between two moments of which either may be unknown. Clocks go back: never less than 0.
+
+    A gap of more than `MOST_S` was no tool's: its length counts as unknown.
+    """
+    if earlier is None or later is None or later - earlier > MOST_S:
         return None
     return max(later - earlier, 0.0)
 
