@@ -28,6 +28,7 @@ from prorsa.config import Config, dump_config, load_config
 from prorsa.engines.protocol import Role
 from prorsa.engines.sglang import SGLangEngine
 from prorsa.profiles.profile import RESTART_S
+from prorsa.report.legible import plain_text
 from prorsa.report.recorder import RunRecorder
 from prorsa.report.rundir import CONFIG, LOGS, StepRecord, read_trajectories
 from prorsa.rollout.controller import Controller, Plan
@@ -200,7 +201,7 @@ async def _profile(
         restart_s=restart_s,
     )
     with console.status("measuring") as status:
-        measured = await measure(engines, limits, status.update, told.weights)
+        measured = await measure(engines, limits, lambda words: status.update(plain_text(words)), told.weights)
     write_profile(out, measured, limits, facts)
     for line in _summary(measured):
         console.print(line, highlight=False, soft_wrap=True)

@@ -17,7 +17,18 @@ from prorsa.gateway.asks import Ask, AskReader, Identity
 from prorsa.gateway.errors import ApiError
 from prorsa.gateway.trajectories import Trajectories
 from prorsa.gateway.turns import Running, Turns
-from prorsa.lifecycle import Done, Dropped, Event, Ready, RewardStarted, Sampled, State, ToolStarted, Transition
+from prorsa.lifecycle import (
+    UNKNOWN,
+    Done,
+    Dropped,
+    Event,
+    Ready,
+    RewardStarted,
+    Sampled,
+    State,
+    ToolStarted,
+    Transition,
+)
 from prorsa.simulation import clock
 
 CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "1+2"}}\n</tool_call>'
@@ -590,5 +601,29 @@ def test_nothing_may_be_told_while_a_request_is_in_service() -> None:
             with pytest.raises(ApiError, match="in service"):
                 gateway.trajectories.post({"event": "done", "trajectory": "t"})
             await client
+
+    run(main())
+
+
+def test_a_prompt_that_does_not_extend_the_context_says_what_it_keeps() -> None:
+    async def main() -> None:
+        async with front(idle_timeout=1.0) as gateway:
+            first = await gateway.complete([9] * 40, "agent")
+            context = [*first.prompt_ids, *first.output.ids]
+            for prompt in (
+                [*context, 5],  # extends it
+                [9] * 10,  # compacted: a prefix of the first prompt
+                [9] * 10,  # the same prompt again: another sample of the turn
+                [7, 9, 9],  # a sub-agent's
+            ):
+                await gateway.complete(prompt, "agent")
+            ready = [event for event in gateway.notes.events if isinstance(event, Ready)]
+            assert [(event.tokens, event.kept) for event in ready] == [
+                (40, UNKNOWN),
+                (len(context) + 1, UNKNOWN),
+                (10, 10),
+                (10, 10),
+                (3, 0),
+            ]
 
     run(main())

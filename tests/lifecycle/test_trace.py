@@ -115,10 +115,15 @@ def test_cut_at_any_byte_gives_what_was_whole_and_then_names_the_line(tmp_path: 
     [
         ('["R",0.75,0,', "not a version-1 event"),
         ('["?",0.75,0,57]', "not a version-1 event"),
-        ('["R",0.75,0]', "2 fields for Ready, which has 3"),
+        ('["R",0.75,0]', "2 fields for Ready, which has 4"),
         ('["R",0.75,0,"57"]', "tokens is '57', not int"),
         ('["R",0.75,0,57.5]', "tokens is 57.5, not int"),
         ('["R",0.75,9,57]', "name code 9 of 3"),
+        ('["R",0.75,0,57,5,5]', "5 fields for Ready, which has 4"),
+        ('["R",0.75,0,57,true]', "kept is True, not int"),
+        ('["R",0.75,0,1000000000000000000]', "tokens is 1000000000000000000: no such number"),
+        ('["R",NaN,0,57]', "time is nan: no such number"),
+        ('["R",-1e999,0,57]', "time is -inf: no such number"),
         ('["R","x",0,57]', "time is 'x', not float"),
         ('["B",1,0,"lukewarm","i","n"]', "lukewarm"),
         ('{"R":1}', "not a version-1 event"),
@@ -175,3 +180,10 @@ def test_a_killed_run_leaves_every_event_it_wrote(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", script, str(path)], check=False, timeout=60)
     assert ended.returncode == -signal.SIGKILL
     assert list(read_trace(path)) == [Ready(float(i), "t", i) for i in range(100)]
+
+
+def test_what_a_prompt_keeps_is_written_where_it_is_known(tmp_path: Path) -> None:
+    events: list[Event] = [*RUN[:2], Ready(0.75, "t-1", 57), Ready(0.75, "t-1", 57, 0), Ready(0.75, "t-1", 57, 9)]
+    path = write(tmp_path / "trace", events)
+    assert path.read_text().splitlines()[-3:] == ['["R",0.75,0,57]', '["R",0.75,0,57,0]', '["R",0.75,0,57,9]']
+    assert list(read_trace(path)) == events

@@ -60,7 +60,7 @@ class PseudoControl:
     async def generate(self, request: TurnRequest) -> TurnResult:
         self.requests.append(request)
         name = request.trajectory
-        await self.record(e.Ready(self._now, name, len(request.input_ids)))
+        await self.record(e.Ready(self._now, name, len(request.input_ids), request.kept))
         tokens: tuple[int, ...] = ()
         logprobs: tuple[float, ...] = ()
         for attempt in range(self._resends + 1):

@@ -93,7 +93,7 @@ def test_the_members_of_a_group_play_the_scripts_of_their_seeds(name: str) -> No
         contexts = [request.input_ids for request in control.requests if request.trajectory == record.trajectory]
         assert (record.seed, record.reward, record.turns) == (seed, script.reward, len(script.turns))
         assert [tool.tool for tool in tools] == [turn.tool for turn in script.turns[:-1]]
-        assert ended.tokens == script.total_tokens
+        assert ended.tokens == script.longest_context
         assert len(contexts[0]) == script.prompt_tokens
         assert [len(after) - len(before) for before, after in pairwise(contexts)] == [
             turn.output_tokens + turn.appended_tokens for turn in script.turns[:-1]

@@ -94,7 +94,7 @@ def test_the_coding_agent_is_within_its_public_runs() -> None:
     assert 13_000 < np.mean([script.prompt_tokens for script in scripts]) < 19_000
     assert 131 < np.mean([turn.output_tokens for script in scripts for turn in script.turns]) < 269
     assert 565 < np.mean([turn.appended_tokens for turn in calls("coding-agent")]) < 1239
-    assert 39_000 < np.mean([script.total_tokens for script in scripts]) < 61_000
+    assert 39_000 < np.mean([script.longest_context for script in scripts]) < 61_000
     assert np.mean([seconds_alone(script) for script in scripts]) == pytest.approx(480, rel=0.05)
 
 
@@ -192,7 +192,7 @@ def test_every_script_fits_and_only_its_last_turn_has_no_tool(name: str, max_con
     workload = build(name, max_context=max_context)
     for question in range(100):
         script = workload.script(question, 3)
-        assert script.total_tokens <= max_context
+        assert script.longest_context <= max_context
         assert script.prompt_tokens == workload.script(question, 4).prompt_tokens > 0
         assert all(turn.output_tokens >= 2 for turn in script.turns)
         assert all(turn.tool and turn.appended_tokens > 0 and turn.tool_s > 0 for turn in script.turns[:-1])
@@ -256,10 +256,10 @@ def test_a_bounded_script_begins_as_the_script_and_fits(
     turns = [TurnScript(output, "t", 1.0, appended) for output, appended in lengths]
     script = Script(prompt, (*turns[:-1], TurnScript(turns[-1].output_tokens)))
     bounded = script.within(max_context)
-    assert bounded.total_tokens <= max_context
+    assert bounded.longest_context <= max_context
     assert bounded.turns[:-1] == script.turns[: len(bounded.turns) - 1]
     assert bounded.turns[-1].tool is None
     assert bounded.within(max_context) is bounded
-    assert script.total_tokens + 2 * max(turn.appended_tokens for turn in script.turns) > max_context or (
+    assert script.longest_context + 2 * max(turn.appended_tokens for turn in script.turns) > max_context or (
         bounded is script
     )

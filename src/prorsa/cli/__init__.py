@@ -6,11 +6,13 @@ Exit status: 0 done, 1 the run failed, 2 the arguments or the configuration cann
 from __future__ import annotations
 
 import argparse
+import io
+import sys
 from collections.abc import Sequence
 
 from prorsa import commands
 from prorsa.cli import analysis, doctor, engines, runs, simulation
-from prorsa.cli.common import fail
+from prorsa.cli.common import Parser, fail
 from prorsa.cluster.turns import TurnFailed
 from prorsa.config import ConfigError
 from prorsa.engines.protocol import EngineError
@@ -24,6 +26,10 @@ FAILURES = (EngineError, RolloutFailed, SandboxError, TurnFailed, commands.Comma
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that cannot show a character gets an escape.
+            stream.reconfigure(errors="backslashreplace")
     parsed = parse(arguments)
     try:
         status: int = parsed.command(parsed)
@@ -49,7 +55,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="prorsa", description=__doc__)
+    parser = Parser(prog="prorsa", description=__doc__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for group in (runs, engines, analysis, simulation, doctor):
         group.add(subparsers)

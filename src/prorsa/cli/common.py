@@ -7,19 +7,39 @@ import asyncio
 import signal
 import sys
 from collections.abc import Coroutine
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from rich.console import Console
+from rich.text import Text
 
 from prorsa.config import ConfigError
+from prorsa.report.legible import legible
 
-console = Console()
+
+class PlainConsole(Console):
+    """Whatever is printed as a string is text: no markup, no names of emoji, nothing that the terminal obeys."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(legible(text, lines=True), **options | {"markup": False, "emoji": False})
+
+
+console = PlainConsole()
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def fail(error: Exception, status: int) -> int:
-    print(f"prorsa: {error}", file=sys.stderr)
+    print(f"prorsa: {legible(str(error), lines=True)}", file=sys.stderr)
     return status
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(legible(message))
+
+
+def say(words: str) -> None:
+    """One line, however long: names in it can be copied."""
+    console.print(legible(words), highlight=False, soft_wrap=True)
 
 
 def check_workers(count: int) -> None:

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from prorsa.cli.common import Subparsers
+from prorsa.cli.common import Subparsers, say
 from prorsa.rollout.sandboxes.pool import NEEDED, PARTS, SandboxPool
 
 TRIES = {
@@ -35,17 +35,17 @@ def add(subparsers: Subparsers) -> None:
 
 def doctor(parsed: argparse.Namespace) -> int:
     enforced, done = asyncio.run(_sandbox())
-    print("Code of tools runs in a sandbox that is confined by")
+    say("Code of tools runs in a sandbox that is confined by")
     for part, (what, without) in PARTS.items():
-        print(f"  yes  {what}" if part in enforced else f"  no   {what}: its code can {without}")
+        say(f"  yes  {what}" if part in enforced else f"  no   {what}: its code can {without}")
     for what in done:
-        print(f"  NO   it could {what}")
+        say(f"  NO   it could {what}")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    print(f"Open files of a process: {soft}, at most {hard}")
+    say(f"Open files of a process: {soft}, at most {hard}")
     directory = next(
         path for path in (Path(parsed.run_dir).absolute(), *Path(parsed.run_dir).absolute().parents) if path.exists()
     )
-    print(f"Disk of {parsed.run_dir}: {shutil.disk_usage(directory).free / 1e9:.1f} GB free")
+    say(f"Disk of {parsed.run_dir}: {shutil.disk_usage(directory).free / 1e9:.1f} GB free")
     return 0 if enforced.issuperset(NEEDED) and not done else 1
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from prorsa import commands
 from prorsa.assembly import checkpoint, new_run_dir
-from prorsa.cli.common import Subparsers, console, interruptible
+from prorsa.cli.common import Subparsers, console, interruptible, say
 from prorsa.config import Config, load_config
+from prorsa.report.legible import plain_text
 
 
 def add(subparsers: Subparsers) -> None:
@@ -33,9 +34,9 @@ def launch(parsed: argparse.Namespace) -> int:
 
 
 async def _launch(config: Config, run_dir: Path) -> None:
-    console.print(f"run directory {run_dir}", soft_wrap=True)
+    say(f"run directory {run_dir}")
     with console.status("starting engines") as status:
-        progress = _Progress(status.update)
+        progress = _Progress(lambda words: status.update(plain_text(words)))
         logger = logging.getLogger("prorsa.engines")
         logger.addHandler(progress)
         logger.setLevel(logging.INFO)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prorsa import commands
 from prorsa.assembly import checkpoint, new_run_dir
-from prorsa.cli.common import Subparsers, console, interruptible
+from prorsa.cli.common import Subparsers, console, interruptible, say
 from prorsa.config import Config, dump_config, load_config
 from prorsa.gateway.logs import JsonFormatter, TextFormatter
 from prorsa.gateway.serve import run_server, serve
@@ -74,15 +74,15 @@ def start(parsed: argparse.Namespace) -> int:
 
 async def announced_gateway(config: Config, run_dir: Path) -> None:
     def announce(url: str) -> None:
-        console.print(f"gateway {url}   (OpenAI base URL {url}/v1)", soft_wrap=True)
+        say(f"gateway {url}   (OpenAI base URL {url}/v1)")
 
     await serve(config, run_dir, announce)
 
 
 def report(parsed: argparse.Namespace) -> int:
-    console.print(f"{write_report(parsed.run)}", soft_wrap=True)
+    say(f"{write_report(parsed.run)}")
     if parsed.svg:
-        console.print(f"{write_picture(parsed.run, parsed.svg)}", soft_wrap=True)
+        say(f"{write_picture(parsed.run, parsed.svg)}")
     return 0
 
 
@@ -95,7 +95,7 @@ def begin(config: Config) -> Path:
     handler = logging.FileHandler(run_dir / LOG)
     handler.setFormatter(JsonFormatter() if config.gateway.log == "json" else TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    console.print(f"run directory {run_dir}", soft_wrap=True)
+    say(f"run directory {run_dir}")
     return run_dir
 
 
@@ -105,4 +105,4 @@ def conclude(run_dir: Path) -> None:
     path = write_page(drawn)
     for figure in headline(drawn.run, drawn.replayed):
         console.print(f"{figure.value:>13}  {figure.words}", highlight=False, soft_wrap=True)
-    console.print(f"report {path}", soft_wrap=True)
+    say(f"report {path}")

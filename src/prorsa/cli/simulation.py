@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from prorsa import commands
-from prorsa.cli.common import Subparsers, check_workers, console, interruptible
+from prorsa.cli.common import Subparsers, check_workers, console, interruptible, say
 from prorsa.config import ConfigError, apply_override, dump_config, load_config
 from prorsa.engines.sglang import SGLangEngine
 from prorsa.report import comparison as comparison_report
@@ -170,8 +170,8 @@ def simulate(parsed: argparse.Namespace) -> int:
         comparison = compare(scenario, parsed.policy, parsed.workers, progress, parsed.record)
     console.print(comparison)
     if parsed.json:
-        console.print(f"{comparison_report.write_json(comparison, parsed.json)}", soft_wrap=True)
-    console.print(f"report {comparison_report.write_page(comparison, parsed.out)}", soft_wrap=True)
+        say(f"{comparison_report.write_json(comparison, parsed.json)}")
+    say(f"report {comparison_report.write_page(comparison, parsed.out)}")
     return 0
 
 
@@ -214,7 +214,7 @@ def reproduce(parsed: argparse.Namespace) -> int:
     for table in findings_tables(found):
         console.print(table)
     if not parsed.only:
-        console.print(f"page {reproduction.write_page(found, budget, _directory(parsed))}", soft_wrap=True)
+        say(f"page {reproduction.write_page(found, budget, _directory(parsed))}")
     return 0
 
 
@@ -229,7 +229,7 @@ def reproduce_policies(parsed: argparse.Namespace) -> int:
         study = policy_study.Study(effort, Lab(effort.budget, Grid(executor, Path(parsed.keep), progress)), policies)
         study.run()
     if policies == set(policy_study.POLICIES):
-        console.print(f"page {policies_page.write(study, _directory(parsed))}", soft_wrap=True)
+        say(f"page {policies_page.write(study, _directory(parsed))}")
     else:
         console.print(plain_table(policies_page.times_table(study, policies)))
     return 0

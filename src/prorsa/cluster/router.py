@@ -111,7 +111,7 @@ class Router:
             raise ValueError(f"turn {request.trajectory}.{request.turn}: max_new_tokens must be 1 or more")
         turn = Turn(request, self._now, listener)
         self._refuse_when_closed(turn)
-        self._record(Ready(turn.ready, request.trajectory, turn.prompt_tokens))
+        self._record(Ready(turn.ready, request.trajectory, turn.prompt_tokens, request.kept))
         self._queue(turn)
         self._dispatch()
         try:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from prorsa.engines.protocol import FinishReason, SamplingParams, Tokens, TraceHeaders
+from prorsa.lifecycle import UNKNOWN
 
 Listener = Callable[[int, float], bool]
 """Gets each token of a turn's output with its log-probability as it arrives, once and in order; never one that the turn
@@ -22,6 +23,8 @@ class TurnRequest:
     """`max_new_tokens` is the budget of the whole turn; it holds over any number of resends."""
     trace: TraceHeaders = ()
     """For its engines, with every attempt."""
+    kept: int = UNKNOWN
+    """As `Ready.kept`; UNKNOWN where the prompt extends the trajectory's former context."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ class PromptLengths:
         self._first.add((task,), tokens)
 
     def add_appended(self, task: str, tool: str, tokens: int) -> None:
-        """A tool result made the context `tokens` longer."""
-        self._appended.add((task, tool), tokens)
+        """A tool result made the context `tokens` longer. One that became shorter says nothing of results."""
+        if tokens >= 0:
+            self._appended.add((task, tool), tokens)
 
     def first(self, task: str | None = None) -> float:
         """Expected length of a first prompt; without a task, of whatever the sampler draws next."""

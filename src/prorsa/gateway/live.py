@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from html import escape
 
 from prorsa.cluster.control import Status
 from prorsa.cluster.instances import InstanceState
@@ -11,6 +10,7 @@ from prorsa.cluster.observers import Decision, Flip, TurnRecord
 from prorsa.engines.protocol import Role
 from prorsa.forecast import WindowMeter
 from prorsa.lifecycle import Transition
+from prorsa.report.legible import escape
 from prorsa.report.page import page, section, tiles
 from prorsa.report.svg import Chart, Lane, Series, Span, lane_chart, line_chart, number
 

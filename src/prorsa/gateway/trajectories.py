@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from array import array
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from prorsa.gateway.errors import ApiError, context_full
 from prorsa.gateway.fields import wrong
 from prorsa.gateway.prefixes import PrefixIndex
 from prorsa.lifecycle import (
+    UNKNOWN,
     Done,
     Dropped,
     Event,
@@ -69,6 +71,20 @@ class Context:
     distinct: bool
     """Whether a prompt that starts with it is taken for its continuation."""
     conversation: bytes | None = None
+    rest: tuple[int, ...] = ()
+    """Tokens of the answer behind that: its client may never see them."""
+
+    def kept(self, prompt: Sequence[int]) -> int:
+        """`Ready.kept` of the next prompt."""
+        seen = self.ids
+        if seen is None:
+            seen = array("i")
+            seen.frombytes(self.key)
+        context, new = seen + array("i", self.rest), array("i", prompt)
+        if new[: len(context)] == context:
+            return UNKNOWN
+        # Whole slices are compared at once: much faster than id by id.
+        return bisect_left(range(min(len(context), len(new))), True, key=lambda at: context[: at + 1] != new[: at + 1])
 
 
 ReplyKind = tuple[str, bool]
@@ -103,6 +119,8 @@ class Trajectory:
     turns: int = 0
     tokens: int = 0
     """Length of its context."""
+    kept: int = UNKNOWN
+    """Of that, what the prompt of the present turn begins with, as `Ready.kept`."""
     sampled: bool = False
     ended: bool = False
     context: Context | None = None
@@ -154,6 +172,8 @@ class Trajectories:
             self._check(trajectory, len(ids))
             if trajectory.reply is not None:
                 self._came_back(trajectory, trajectory.reply)
+            context = trajectory.context if trajectory.sampled else None
+            trajectory.kept = UNKNOWN if context is None else context.kept(ids)
             if not trajectory.sampled:
                 self._sample(trajectory, len(ids))
             if self._state(trajectory) is State.DECODE:

@@ -119,7 +119,7 @@ class Turns:
         except TimeoutError:
             raise late from None
         sampling = self._sampling(ask, trajectory, len(ids))
-        request = TurnRequest(trajectory.id, trajectory.turns, ids, sampling, trace)
+        request = TurnRequest(trajectory.id, trajectory.turns, ids, sampling, trace, trajectory.kept)
         news = asyncio.Event()
         output = Output(
             self._tokenizer.decode_stream(skip_special_tokens=not ask.special),
@@ -189,7 +189,8 @@ class Turns:
         # An empty answer is no sign by which to know a trajectory again: its prompt may be another's too.
         distinct = len(kept) > 0
         if ask.prompt.ids is not None:
-            return Context(key_of((*running.prompt_ids, *kept)), None, distinct)
+            key = key_of((*running.prompt_ids, *kept))
+            return Context(key, None, distinct, rest=tuple(output[len(kept) :]))
         decode = self._tokenizer.decode
         written = decode(kept, skip_special_tokens=False)
         while isinstance(running.output.stopped, str) and kept and not running.output.text.startswith(written):
@@ -202,7 +203,8 @@ class Turns:
             answer = {"role": "assistant", "content": parsed.content, "tool_calls": calls}
             conversation = conversation_key([*ask.messages, answer])
         ids = array("i", (*running.prompt_ids, *kept))
-        return Context((ask.prompt.text + written).encode(), ids, distinct, conversation)
+        rest = tuple(output[len(kept) :])
+        return Context((ask.prompt.text + written).encode(), ids, distinct, conversation, rest)
 
     def _ends_answer(self, ask: Ask, token: int) -> bool:
         return ask.kind == "chat" and token == self._tokenizer.eos_ids[0]

@@ -2,6 +2,7 @@
 
 from prorsa.lifecycle.events import (
     ENDS,
+    UNKNOWN,
     DecodeStarted,
     Done,
     Dropped,
@@ -25,6 +26,7 @@ __all__ = [
     "LIVE",
     "NONE",
     "TRANSITIONS",
+    "UNKNOWN",
     "DecodeStarted",
     "Done",
     "Dropped",

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+UNKNOWN = -1
+"""Of `Ready.kept`: nobody compared the prompt with the context before it."""
+
 
 class SandboxMode(StrEnum):
     PREWARMED = "prewarmed"
@@ -45,6 +48,17 @@ class Ready(Event):
 
     tokens: int
     """Full prompt length of the request."""
+    kept: int = UNKNOWN
+    """How many tokens the prompt has in common with the trajectory's former context, from the start of both on. UNKNOWN: it
+    extends that context, or where it is shorter, has nothing in common with it."""
+
+    def extends(self, context: int) -> int:
+        """How much of a former context of `context` tokens the prompt starts with. ValueError where it cannot be."""
+        if self.kept == UNKNOWN:
+            return context if self.tokens >= context else 0
+        if not 0 <= self.kept <= min(context, self.tokens):
+            raise ValueError(f"it keeps {self.kept} tokens of {context} in a prompt of {self.tokens}")
+        return self.kept
 
 
 @dataclass(frozen=True, slots=True)

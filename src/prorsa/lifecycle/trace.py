@@ -8,12 +8,13 @@ Format, version 1 (UTF-8 text):
 
 The kinds are the letters of `KINDS`. Times are exact (the shortest decimal that gives the same float). A name is a string
 where it occurs for the first time in the file, which gives it the next code from 0, and that code from then on: in the
-second event above, 0 is "t-1". A line counts once its newline is there.
+second event above, 0 is "t-1". `Ready.kept` is left out where it is UNKNOWN. A line counts once its newline is there.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -24,6 +25,8 @@ from prorsa.lifecycle import events as e
 
 MARK = "prorsa-trace"
 VERSION = 1
+LARGEST = 1 << 53
+"""Of a count: a float has every whole number up to it."""
 
 KINDS: dict[str, type[e.Event]] = {
     "S": e.Sampled,
@@ -74,6 +77,8 @@ class TraceWriter:
         for name, type_ in _FIELDS[kind]:
             value = getattr(event, name)
             record.append(self._coded(value) if issubclass(type_, str) else value)
+        if isinstance(event, e.Ready) and event.kept == e.UNKNOWN:
+            record.pop()
         self._file.write(json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n")
 
     def close(self) -> None:
@@ -120,7 +125,8 @@ def _check_header(path: Path, file: BinaryIO) -> None:
     header = file.readline(256)
     mark, _, version = header.rstrip(b"\n").partition(b" ")
     if mark != MARK.encode():
-        raise TraceError(path, 1, f"not a trace, it does not start with {MARK!r}", "give the `trace` file of a run")
+        remedy = "give the `trace` file of a run, or make one with `prorsa trace`"
+        raise TraceError(path, 1, f"not a trace, it does not start with {MARK!r}", remedy)
     if not header.endswith(b"\n"):
         raise TraceError(path, 1, "the file ends within its first line", "it holds no event")
     if version != str(VERSION).encode():
@@ -132,6 +138,8 @@ def _parse(line: bytes, names: list[str]) -> e.Event:
     letter, *values = json.loads(line)
     kind = KINDS[letter]
     typed = _FIELDS[kind]
+    if kind is e.Ready and len(values) == len(typed) - 1:
+        values.append(e.UNKNOWN)
     if len(values) != len(typed):
         raise ValueError(f"{len(values)} fields for {kind.__name__}, which has {len(typed)}")
     return kind(*(_field(value, name, type_, names) for value, (name, type_) in zip(values, typed, strict=True)))
@@ -144,6 +152,8 @@ def _field(value: Any, name: str, type_: type, names: list[str]) -> Any:
         return float(value)
     if type(value) is not type_:
         raise TypeError(f"{name} is {value!r}, not {type_.__name__}")
+    if isinstance(value, int | float) and not abs(value) <= (LARGEST if type_ is int else sys.float_info.max):
+        raise ValueError(f"{name} is {value!r}: no such number can be")
     return value
 
 

@@ -209,6 +209,10 @@ class Tracker:
         since = self._columns["since"][row]
         if not event.time >= since:
             raise IllegalTransition(event.trajectory, before, event, f"its time is before the last event's, {since}")
+        if isinstance(event, e.Ready) and event.kept != e.UNKNOWN:
+            context = self._columns["tokens"][row] if before is State.TOOL else 0
+            if not 0 <= event.kept <= min(context, event.tokens):
+                raise IllegalTransition(event.trajectory, before, event, f"its former context has {context} tokens")
         return row, before, after
 
     def _sample(self, event: e.Sampled) -> Transition:

@@ -27,6 +27,7 @@ from prorsa.report.characterise import (
     Turns,
     characterise,
 )
+from prorsa.report.legible import plain_text, shortened
 from prorsa.report.page import page, section, table, tiles
 from prorsa.report.plain import plain, write_plain
 from prorsa.report.rundir import Json
@@ -34,6 +35,8 @@ from prorsa.report.svg import Chart, Lane, Series, Span, lane_chart, line_chart,
 from prorsa.report.volumes import Distribution, Volume, distribution
 
 PART_COLOURS = dict(zip(PARTS, ("sandbox", "ready", "prefill", "decode", "tool", "reward"), strict=True))
+MOST_CELL = 80
+"""Characters of a cell on the terminal."""
 SPREAD = ("mean", "p50", "p95", "p99", "log sigma")
 VOLUME = ("seconds", "full prompts", "uncached", "decode", "full:decode", "uncached:decode")
 
@@ -42,16 +45,15 @@ VOLUME = ("seconds", "full prompts", "uncached", "decode", "full:decode", "uncac
 class Analysis:
     name: str
     described: Characterisation
-    window_s: float
     problems: tuple[str, ...]
     """What could not be read; everything before it is described."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(self.name, style="bold")
-        yield Text(subtitle(self))
+        yield plain_text(self.name, style="bold")
+        yield plain_text(subtitle(self))
         yield Text(convention(self))
         for problem in self.problems:
-            yield Text(f"incomplete: {problem}", style="red")
+            yield plain_text(f"incomplete: {problem}", style="red")
         for title, header, rows in tables(self):
             yield Text(f"\n{title}", style="bold")
             yield _rich_table(header, rows)
@@ -74,7 +76,7 @@ def analyse(path: str | Path, window_s: float = 10.0) -> Analysis:
         described = characterise(rundir.read_events(trace, problems), cache=cache, steps=steps, window_s=window_s)
     except BadEvents as error:
         raise BadEvents("; ".join(problems) or f"{trace}: {error}") from None
-    return Analysis(path.resolve().name, described, window_s, tuple(problems))
+    return Analysis(path.resolve().name, described, tuple(problems))
 
 
 def read_cache(directory: Path, problems: list[str]) -> Cache | None:
@@ -99,7 +101,6 @@ def to_json(analysis: Analysis) -> Json:
     described: Json = plain(analysis.described)
     return {
         "name": analysis.name,
-        "window_s": analysis.window_s,
         "problems": list(analysis.problems),
         **described,
     }
@@ -148,7 +149,7 @@ def tables(analysis: Analysis) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
     yield "Prefix reuse, tokens", ("", "tokens", "of the prompts"), _reuse(described)
     yield "Prefill and decode tokens by step", ("step", *VOLUME), _steps(described)
     yield (
-        f"Prefill : decode in windows of {number(analysis.window_s)} s",
+        f"Prefill : decode in windows of {number(described.window_s)} s",
         ("", "windows", "min", *SPREAD[:3], "max"),
         _window_ratios(described),
     )
@@ -240,7 +241,7 @@ def _rich_table(header: tuple[str, ...], rows: Rows) -> Table:
     for index, cell in enumerate(header):
         shown.add_column(cell, justify="right" if index else "left", style=None if index else "dim")
     for row in rows:
-        shown.add_row(*row)
+        shown.add_row(*(Text(shortened(cell, MOST_CELL)) for cell in row))
     return shown
 
 
@@ -252,7 +253,7 @@ def render(analysis: Analysis) -> str:
         *_sections(analysis),
         *(table(title, "", header, rows, unfolded=True) for title, header, rows in tables(analysis)),
         table(
-            f"Windows of {number(analysis.window_s)} s",
+            f"Windows of {number(analysis.described.window_s)} s",
             "Tokens and ratios from each step's start on.",
             ("step", "from, s", *VOLUME),
             _window_rows(analysis.described),
@@ -297,7 +298,7 @@ def _sections(analysis: Analysis) -> list[str]:
             f"{_ratio(described.step_uncached_ratio_spread)} by uncached tokens.",
         ),
         section(
-            f"Prefill : decode in windows of {number(analysis.window_s)} s",
+            f"Prefill : decode in windows of {number(described.window_s)} s",
             window_ratio_chart(described),
             "Windows from each step's start on; dotted lines are the ends of steps. A window without decode has no point.",
         ),

@@ -6,7 +6,8 @@ decode had generated of that turn is not in the events and does not count.
 
 Which prefill tokens are uncached: with a `Cache` those that the engine computed; a repeated prefill is wholly uncached where
 the weights changed at that token, else not at all. Without one (`IDEAL`) those that an infinite cache of the trajectory's
-own former context lacks: what was appended since, or everything where the context became shorter; never a repeated prefill.
+own former context lacks: what `Ready.kept` says, or else what was appended since, or everything where the context became
+shorter; never a repeated prefill.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from prorsa.report.volumes import Distribution, Floats, Volume, distribution, ra
 MEASURED, IDEAL = "measured", "ideal"
 CURVE_POINTS = 101
 """Of the cumulative curves of a step."""
+MOST_WINDOWS = 10_000
+"""Of a step."""
 AT_ONCE = 0.001
 """Seconds. A shorter decode counts as a whole when it ends: its rate would drown the others in rounding errors."""
 
@@ -174,6 +177,8 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class Characterisation:
+    window_s: float
+    """Width of the windows: as asked for, or wider where they would be more than `MOST_WINDOWS`."""
     cache: str
     """`measured` or `ideal`: what the uncached tokens are."""
     tasks: dict[str, int]
@@ -329,8 +334,10 @@ class _Ledger:
             self.tools[life.tool].append(elapsed)
         else:
             life.first_prompt = event.tokens
-        kept = life.context if event.tokens >= life.context else 0
-        life.appended = event.tokens - kept
+        try:
+            life.appended = event.tokens - event.extends(life.context)
+        except ValueError as error:
+            raise BadEvents(str(error)) from None
         life.turn_prompt = life.prompt = event.tokens
         life.prefilled = False
 
@@ -460,12 +467,14 @@ class _Description:
         self._ledger = ledger
         self._flows = _Flows(ledger)
         self._spans = steps or [StepSpan(1, ledger.start, ledger.end)]
-        self._window_s = window_s
+        longest = max(span.end - span.start for span in self._spans)
+        self._window_s = max(window_s, longest / MOST_WINDOWS)
 
     def characterisation(self) -> Characterisation:
         ledger = self._ledger
         live_mean, live_peak = self._live()
         return Characterisation(
+            window_s=self._window_s,
             cache=IDEAL if ledger.cache is None else MEASURED,
             tasks=dict(ledger.tasks),
             sampled=len(ledger.lives),

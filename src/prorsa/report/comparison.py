@@ -14,6 +14,7 @@ from rich.text import Text
 
 from prorsa.forecast import Forecast, Measured
 from prorsa.report.charts import ADMITTED, PREFILL, TIME, forecast_chart
+from prorsa.report.legible import plain_text
 from prorsa.report.measures import Errors, Window, forecast_errors
 from prorsa.report.page import page, section, table, tiles
 from prorsa.report.plain import plain, write_plain
@@ -124,15 +125,15 @@ class Comparison:
         return self.outcomes[0].rollout_s / outcome.rollout_s if outcome.rollout_s else math.nan
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(self.name, style="bold")
+        yield plain_text(self.name, style="bold")
         for note in self.notes:
-            yield Text(note, style="dim")
+            yield plain_text(note, style="dim")
         shown = Table(box=None, pad_edge=False)
         shown.add_column(style="dim")
         for outcome in self.outcomes:
-            shown.add_column(outcome.name, justify="right")
+            shown.add_column(plain_text(outcome.name), justify="right")
         for row in figures(self):
-            shown.add_row(*row)
+            shown.add_row(*map(Text, row))
         yield shown
 
 

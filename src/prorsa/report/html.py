@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
 from pathlib import Path
 
 import yaml
@@ -11,6 +10,7 @@ from prorsa.cluster.observers import Decision, Flip
 from prorsa.report import charts
 from prorsa.report.charts import Drawn
 from prorsa.report.headline import headline
+from prorsa.report.legible import escape
 from prorsa.report.measures import Errors, Totals, forecast_errors, totals
 from prorsa.report.page import page, section, table, tiles
 from prorsa.report.rundir import Run, read_run
@@ -153,5 +153,5 @@ def _flip(flip: Flip, start: float) -> list[str]:
 
 
 def _configuration(run: Run) -> str:
-    text = escape(yaml.safe_dump(run.config, sort_keys=False))
+    text = escape(yaml.safe_dump(run.config, sort_keys=False), lines=True)
     return f"<details><summary>Configuration</summary><pre>{text}</pre></details>"

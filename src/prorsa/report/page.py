@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 
+from prorsa.report.legible import escape, shortened
 from prorsa.report.svg import Chart, style
 
 MOST_ROWS = 400
@@ -62,7 +62,7 @@ def table(title: str, words: str, header: Sequence[str], rows: Sequence[Sequence
     shown = rows[-MOST_ROWS:]
     which = f" ({len(rows)})" if len(shown) == len(rows) else f" (last {len(shown)} of {len(rows)})"
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in shown)
+    body = "".join("<tr>" + "".join(f"<td>{escape(shortened(cell))}</td>" for cell in row) + "</tr>" for row in shown)
     kind, count = (' open class="whole"', "") if unfolded else ("", which)
     below = f"<p>{escape(words)}</p>" if words else ""
     return (

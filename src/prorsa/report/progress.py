@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from prorsa.report.legible import legible, plain_text
 from prorsa.report.rundir import Status, StepRecord, read_status, read_steps
 
 REFRESH = 4
@@ -46,7 +47,7 @@ class RunView:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         status, steps = read_status(self._directory), read_steps(self._directory)
         if status is None:
-            yield Text(f"{self._directory}: starting", style="dim")
+            yield plain_text(f"{self._directory}: starting", style="dim")
             return
         yield Group(self._headline(status, steps), _states(status), _instances(status), _counts(status))
 
@@ -91,7 +92,7 @@ def _instances(status: Status) -> Text:
     text = Text()
     for name, (role, state) in status.instances.items():
         routed = state == "routed"
-        text.append(f"{name} ", style="dim")
+        text.append(f"{legible(name)} ", style="dim")
         text.append(f" {_role(role, state)} ", style=f"reverse {_ROLES[role]}" if routed else "reverse yellow")
         text.append("  ")
     return text
@@ -151,4 +152,4 @@ class LiveProgress:
             self._print_line()
 
     def _print_line(self) -> None:
-        self._console.print(self._view.line(), markup=False, highlight=False, soft_wrap=True)
+        self._console.print(plain_text(self._view.line()), highlight=False, soft_wrap=True)

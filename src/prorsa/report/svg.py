@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 import numpy as np
 from numpy.typing import NDArray
+
+from prorsa.report.legible import escape
 
 Values = Sequence[float] | NDArray[np.float64]
 

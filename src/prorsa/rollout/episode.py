@@ -192,7 +192,9 @@ class Episode:
         if room < sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=room)
         transcript = self._transcript
-        request = TurnRequest(self.launch.trajectory, transcript.turns, transcript.context, sampling)
+        request = TurnRequest(
+            self.launch.trajectory, transcript.turns, transcript.context, sampling, kept=transcript.kept
+        )
         result = await self._ports.generate(request)
         transcript.add_turn(result)
         stopped = result.finish is FinishReason.STOP and result.token_ids[-1:] == tokenizer.eos_ids[:1]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from prorsa.cluster.turns import TurnResult
 from prorsa.engines.protocol import Tokens
+from prorsa.lifecycle import UNKNOWN
 
 NO_LOGPROB = 0.0
 NO_VERSION = -1
@@ -57,6 +58,8 @@ class Transcript:
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self.turns = 0
+        self.kept = UNKNOWN
+        """Of the context, how much the next prompt has in common with the former one, as `TurnRequest.kept`."""
 
     def __len__(self) -> int:
         """Length of the context, prompt included."""

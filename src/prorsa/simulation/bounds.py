@@ -92,8 +92,8 @@ def _bound(launches: Launches, groups: Sequence[int], costs: _Costs, ranks: int,
             # Nobody has the first prompt before one of those who share it has computed it; the others compute its last token.
             away_s = max(starts[member], min(starts) + costs.prefill_s(script.prompt_tokens)) + script.reward_s
             decode_s = 0.0
-            for turn, (new, prefix) in zip(script.turns, requests(script), strict=True):
-                if prefix:
+            for index, (turn, (new, prefix)) in enumerate(zip(script.turns, requests(script), strict=True)):
+                if index:
                     away_s += costs.prefill_s(new)
                     work.prefill(new, prefix, costs.chunk)
                 elif question in known:
@@ -115,8 +115,8 @@ def requests(script: Script) -> Iterator[tuple[int, int]]:
     context, cached = script.prompt_tokens, 0
     for turn in script.turns:
         yield context - cached, cached
-        cached = context + turn.output_tokens - 1
-        context += turn.output_tokens + turn.appended_tokens
+        cached = turn.cached(context)
+        context = turn.next(context)
 
 
 def _sandbox_s(script: Script, prewarmed: int) -> float:

@@ -282,7 +282,7 @@ class _Rows:
         are cached, None: as many as can be. `before_s`: what it waits before that."""
         turns = self.last.turns
         if prefix is None:
-            former = 0 if turn == 0 else self.last.prompts[turn - 1] + int(turns.tokens[turn - 1])
+            former = 0 if turn == 0 else self.last.script.turns[turn - 1].cached(self.last.prompts[turn - 1])
             prefix = prompt - 1 if made else former
         self._following.append(self._first + turn + 1)
         tokens = max(float(turns.tokens[turn]) - made, 0.0)

@@ -127,8 +127,8 @@ def turns_of(script: Script, tables: Tables, cached: bool, shared: float = 0.0) 
     for turn in script.turns:
         prompts.append(context)
         prefixes.append(known if cached else 0)
-        known = context + turn.output_tokens - 1
-        context += turn.output_tokens + turn.appended_tokens
+        known = turn.cached(context)
+        context = turn.next(context)
     away = [turn.tool_s for turn in script.turns]
     away[-1] += script.reward_s
     output = np.array([turn.output_tokens - 1.0 for turn in script.turns])

@@ -305,8 +305,8 @@ def profiled_speed(profile: Profile, workload: Workload, seed: int) -> float:
             full += context
             new += context - cached
             requests += 1
-            cached = context
-            context += turn.output_tokens + turn.appended_tokens
+            cached = min(context, turn.kept(context))
+            context = turn.next(context)
     speed = StepCosts(profile).prefill_speed(full // requests, (full - new) // requests)
     return speed * full / new
 

@@ -91,6 +91,8 @@ class Contexts:
             self._starts[name] = event.tokens
             if transition.before is not State.TOOL:
                 self._prompts[group] = event.tokens
+            elif name in self._cached:
+                self._cached[name] = min(self._cached[name], event.extends(transition.tokens_before))
             self._queue.put(name, group, transition.tokens, self._cached.get(name, UNKNOWN))
         elif isinstance(event, e.DecodeStarted):
             self._queue.take(name)

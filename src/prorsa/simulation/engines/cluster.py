@@ -31,7 +31,7 @@ from prorsa.simulation.engines.core import NEVER, Core, StepTimes
 from prorsa.simulation.engines.ranks import Job
 from prorsa.simulation.engines.statistics import ConservationError, Ledger, Statistics
 from prorsa.simulation.engines.transfer import Handover, KvStore
-from prorsa.simulation.workloads.pseudo_model import Stream
+from prorsa.simulation.workloads.pseudo_model import Segment, Stream
 
 __all__ = ["ConservationError", "SimulatedCluster", "SimulatedEngine", "Statistics"]
 
@@ -40,6 +40,7 @@ class Model(Protocol):
     """What the engines ask of `prorsa.simulation.workloads.pseudo_model.PseudoModel`."""
 
     def stream(self, request: GenerateRequest) -> Stream: ...
+    def segment(self, request: GenerateRequest) -> Segment: ...
 
 
 class SimulatedCluster:
@@ -76,6 +77,8 @@ class SimulatedCluster:
         self._handovers: dict[Bootstrap, Handover] = {}
         """Of requests of which one leg is here."""
         self._first_prompts: dict[int, int] = {}
+        self._segments: dict[str, int] = {}
+        """Of trajectories that have begun another one, its number."""
 
     @property
     def alike(self) -> bool:
@@ -149,6 +152,16 @@ class SimulatedCluster:
     def forget(self, bootstrap: Bootstrap) -> None:
         """A leg is over: should the other one never have come, nothing of them stays."""
         self._handovers.pop(bootstrap, None)
+
+    def enter(self, trajectory: str, segment: Segment) -> None:
+        """A request of the segment has come. When it is the first, what the context has lost is of no more use to anybody."""
+        if segment.number <= self._segments.get(trajectory, 0):
+            return
+        self._segments[trajectory] = segment.number
+        for engine in self.engines.values():
+            engine.core.cut(trajectory, segment.group, segment.kept)
+        if self.store is not None:
+            self.store.cut(trajectory, segment.kept)
 
     def first_prompt(self, question: int, prompt: int) -> int:
         """How much of its prompt a request shares with its group: the shortest that was ever asked for the question."""
@@ -289,13 +302,15 @@ class SimulatedEngine:
                 f"engine {self.name}: asked {request.rid}; {prompt} prompt and {target} output tokens can never fit into the "
                 f"{capacity} tokens of a rank's KV cache: raise kv_tokens or lower max_context"
             )
-        question = request.input_ids[0]
+        trajectory = request.rid.rsplit(".", 2)[0]
+        segment = self._cluster.model.segment(request)
+        self._cluster.enter(trajectory, segment)
         return Job(
-            trajectory=request.rid.rsplit(".", 2)[0],
-            question=question,
+            trajectory=trajectory,
+            question=segment.group,
             prompt=prompt,
             target=target,
-            first_prompt=self._cluster.first_prompt(question, prompt),
+            first_prompt=self._cluster.first_prompt(segment.group, prompt) if segment.group > 0 else 0,
             report=lambda job, finish: self._report(leg, job, finish),
             handover=None if request.bootstrap is None else self._cluster.handover(request.bootstrap),
         )

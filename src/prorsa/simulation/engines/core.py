@@ -221,6 +221,11 @@ class Core:
             self._place_decodes(now)
         self.changed()
 
+    def cut(self, trajectory: str, question: int, kept: int) -> None:
+        """A context begins anew: of what is cached of it, `kept` tokens are its, and begin what `question` stands for."""
+        for rank in self.ranks:
+            rank.cut(trajectory, question, kept)
+
     def vanish(self, now: float) -> None:
         """The instance is gone with everything on it. Nothing is reported."""
         self.settle(now)
@@ -336,7 +341,7 @@ class Core:
             least = min(loads)
             bound = int(least * UNBALANCED)
         home = self._homes.get(job.trajectory)
-        if home is None or job.trajectory not in home.cache:
+        if home is None or not home.has(job):
             holders = [rank for rank in self.ranks if job.question in rank.groups]
             home = min(holders, key=lambda rank: loads[rank.index], default=None)
         if home is not None:
@@ -354,7 +359,7 @@ class Core:
     def _local(self, rank: Rank, job: Job) -> int:
         """Tokens of the job's context that the rank has; the last one must always be computed."""
         entry = rank.cache.get(job.trajectory)
-        own = entry[0] if entry is not None else 0
+        own = entry[0] if entry is not None and entry[1] == job.question else 0
         shared = job.first_prompt if job.question in rank.groups else 0
         return min(max(own, shared), job.context - 1)
 

@@ -208,8 +208,28 @@ class Rank:
         self.cached += tokens
         job.resident = False
 
+    def has(self, job: Job) -> bool:
+        """Whether it has a prefix of the job's trajectory, as its segment is."""
+        entry = self.cache.get(job.trajectory)
+        return entry is not None and entry[1] == job.question
+
+    def cut(self, trajectory: str, question: int, kept: int) -> None:
+        """Of the trajectory's prefix, `kept` tokens stay and are the beginning of what `question` stands for."""
+        entry = self.cache.get(trajectory)
+        if entry is None or not kept:
+            self.drop(trajectory)
+            return
+        tokens, former, resident = entry
+        if resident and question != former:
+            self.leave(former)
+        self.cached -= max(tokens - kept, 0)
+        self.cache[trajectory] = (min(tokens, kept), question, resident and question == former)
+
     def take(self, job: Job) -> None:
         """The job takes its trajectory's prefix over."""
+        if not self.has(job):
+            # Left behind by an attempt of another segment that ended late.
+            self.drop(job.trajectory)
         entry = self.cache.pop(job.trajectory, None)
         if entry is not None:
             tokens, _, job.resident = entry

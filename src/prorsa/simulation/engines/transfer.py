@@ -40,8 +40,14 @@ class KvStore:
             return
         self.move(more * token_bytes, now)
         self._contexts[job.trajectory] = (version, tokens)
-        if tokens >= job.first_prompt:
+        if tokens >= job.first_prompt > 0:
             self._prompts[job.question] = (version, job.first_prompt)
+
+    def cut(self, trajectory: str, kept: int) -> None:
+        """Of the trajectory's context, only the first `kept` tokens are its still."""
+        known = self._contexts.get(trajectory)
+        if known is not None:
+            self._contexts[trajectory] = (known[0], min(known[1], kept))
 
     def delay(self, size: float, now: float) -> float:
         """How long `size` bytes would take now, what waits before them included, seconds."""

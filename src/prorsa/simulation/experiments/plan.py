@@ -349,7 +349,7 @@ def short_context(section: WorkloadSection) -> int:
     workload = build_workload(section, seed=0)
     count = SAMPLE if workload.questions is None else workload.questions
     scripts = [workload.script(question, question) for question in range(count)]
-    lengths = [script.total_tokens for script in scripts]
+    lengths = [script.longest_context for script in scripts]
     quartile = round(quantiles(lengths, n=4)[0]) if len(lengths) > 1 else lengths[0]
     longest_prompt = max(script.prompt_tokens for script in scripts)
     return min(section.max_context, max(quartile, 2 * longest_prompt))

@@ -9,7 +9,9 @@ from typing import Self
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
+from prorsa.report.legible import legible, plain_text
 from prorsa.simulation.experiments import page
 from prorsa.simulation.experiments.grid import Job
 from prorsa.simulation.experiments.page import Section
@@ -25,15 +27,20 @@ class GridProgress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
         self._task = self._bar.add_task("runs", total=None)
 
     def __call__(self, job: Job, done: int, count: int) -> None:
         if self._console.is_terminal:
-            self._bar.update(self._task, description=str(job), completed=done, total=count)
+            self._bar.update(self._task, description=legible(str(job)), completed=done, total=count)
         else:
-            self._console.print(f"{done}/{count} {job}", highlight=False, soft_wrap=True)
+            self._console.print(plain_text(f"{done}/{count} {job}"), highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -49,12 +56,12 @@ def findings_tables(found: Sequence[Section]) -> list[Table]:
     tables = []
     for section in found:
         if section.findings:
-            table = Table(title=section.title, title_justify="left")
+            table = Table(title=plain_text(section.title), title_justify="left")
             for column in ("", "paper", "ours", "verdict"):
                 table.add_column(column)
             for finding in section.findings:
-                judged = f"[{COLOURS[finding.verdict]}]{finding.verdict}[/]"
-                table.add_row(finding.row, finding.paper, finding.ours, judged)
+                judged = Text(finding.verdict, style=COLOURS[finding.verdict])
+                table.add_row(*map(plain_text, (finding.row, finding.paper, finding.ours)), judged)
             tables.append(table)
     return tables
 
@@ -62,9 +69,9 @@ def findings_tables(found: Sequence[Section]) -> list[Table]:
 def plain_table(table: page.Table) -> Table:
     shown = Table()
     for column in table.header:
-        shown.add_column(column)
+        shown.add_column(plain_text(column))
     for row in table.rows:
-        shown.add_row(*row)
+        shown.add_row(*map(plain_text, row))
     return shown
 
 
@@ -88,7 +95,8 @@ def advice_view(request: Request, advice: Advice) -> list[RenderableType]:
         tried.add_column(column, justify="left" if column == "way" else "right")
     for one in advice.tried:
         style = "bold" if one.way == advice.way else ""
-        tried.add_row(str(one.way), f"{one.short_s:.1f}", f"{one.full_s:.1f}" if one.full_s else "", style=style)
+        full = f"{one.full_s:.1f}" if one.full_s else ""
+        tried.add_row(plain_text(str(one.way)), f"{one.short_s:.1f}", full, style=style)
     shown: list[RenderableType] = [tried]
     if advice.influences:
         shown.append(_influences(advice))
@@ -103,7 +111,7 @@ def _influences(advice: Advice) -> Table:
         table.add_column(column)
     for one in advice.influences:
         gains = ", ".join(f"{name}: {gain:.2f}x" for name, gain in one.gains.items())
-        table.add_row(one.name, gains, "changes the advice" if one.turns else "")
+        table.add_row(plain_text(one.name), plain_text(gains), "changes the advice" if one.turns else "")
     return table
 
 

@@ -18,14 +18,14 @@ from typing import Any
 
 from prorsa.cluster.turns import TurnResult
 from prorsa.engines.protocol import SamplingParams
-from prorsa.lifecycle.events import SandboxMode
+from prorsa.lifecycle.events import UNKNOWN, SandboxMode
 from prorsa.rollout.episode import Bounds, Environment
 from prorsa.rollout.records import Transcript
 from prorsa.rollout.sandboxes.base import Sandbox
 from prorsa.rollout.tasks.base import Message, Question, Split, ToolCall
 from prorsa.simulation.workloads.pseudo_model import STOP, WORD, PseudoModel, TurnName, mixed
 from prorsa.simulation.workloads.scripts import Script, Workload
-from prorsa.simulation.workloads.tokens import Span
+from prorsa.simulation.workloads.tokens import Revision, Span
 
 NODE_CLASS = "simulated"
 
@@ -43,7 +43,7 @@ def simulated_environment(model: PseudoModel, workload: Workload, *, prewarmed: 
         tools=AnyTool(model),
         reward=SimulatedReward(model),
         bounds=Bounds(SamplingParams(max_new_tokens=max_context), max_turns=sys.maxsize, max_context=max_context),
-        transcript=Transcript if model.hashed else CountedTranscript,
+        transcript=HashedTranscript if model.hashed else CountedTranscript,
     )
 
 
@@ -66,7 +66,27 @@ class CountedTranscript(Transcript):
 
     def add_tool_turn(self, token_ids: Sequence[int]) -> None:
         assert isinstance(self.context, Span)
+        self.kept = UNKNOWN
+        if isinstance(token_ids, Revision):
+            self.kept = len(self.context) - token_ids.dropped
+            self.context = self.context[: self.kept]
+            token_ids = token_ids.tokens
         self.context = self.context + token_ids
+
+
+class HashedTranscript(Transcript):
+    """Where a segment begins, what the context has lost is lost here too."""
+
+    def add_tool_turn(self, token_ids: Sequence[int]) -> None:
+        self.kept = UNKNOWN
+        if isinstance(token_ids, Revision):
+            self.kept = len(self) - token_ids.dropped
+            self.context = tuple(self.context)[: self.kept]
+            self.prompt_ids = self.prompt_ids[: self.kept]
+            for column in (self.response_ids, self.response_mask, self.logprobs, self.versions):
+                del column[self.kept - len(self.prompt_ids) :]
+            token_ids = token_ids.tokens
+        super().add_tool_turn(token_ids)
 
 
 class SimulatedTask:
@@ -114,7 +134,14 @@ class SimulatedTokenizer:
         if not result_text:
             return ()
         name = _parse(result_text)
-        return self._tokens(name.token, self._model.turn(name).appended_tokens)
+        turn = self._model.turn(name)
+        if not turn.dropped_tokens:
+            return self._tokens(name.token, turn.appended_tokens)
+        tokens = self._tokens(name.token, turn.appended_tokens)
+        if self._model.hashed and self._model.forgets_all(name):
+            # A context's first token is its question, whatever else of it is gone.
+            tokens = (name.question + 1, *tokens[1:])
+        return Revision(tokens, turn.dropped_tokens)
 
     def _make_prompt(self, question: int) -> Sequence[int]:
         # The members of a group have the same prompt, so any seed tells how long it is.

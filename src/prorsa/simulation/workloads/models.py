@@ -262,11 +262,9 @@ class ScaledWorkload:
 
     def script(self, question: int, seed: int) -> Script:
         script = self._inner.script(question, seed)
-        return replace(script, turns=tuple(map(self._scaled, script.turns))).within(self._max_context)
-
-    def _scaled(self, turn: TurnScript) -> TurnScript:
-        output = max(2, round(self._output_lengths * turn.output_tokens))
-        return replace(turn, output_tokens=output, tool_s=self._tool_times * turn.tool_s)
+        scaled = script.reshaped(script.prompt_tokens, lambda tokens: max(2, round(self._output_lengths * tokens)))
+        turns = tuple(replace(turn, tool_s=self._tool_times * turn.tool_s) for turn in scaled.turns)
+        return replace(scaled, turns=turns).within(self._max_context)
 
 
 def build_workload(section: WorkloadSection, seed: int) -> Workload:

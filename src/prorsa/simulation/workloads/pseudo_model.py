@@ -10,8 +10,8 @@ Nothing here depends on the order of calls: a request always has the same stream
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,6 +22,8 @@ from prorsa.simulation.workloads.scripts import Script, TurnScript, Workload
 STOP = 0
 """The token that ends a turn."""
 TURN_BITS = 16
+MOST_TURNS = (1 << TURN_BITS) - 1
+"""Of a trajectory."""
 QUESTION_BITS = 24
 HASH_BITS = 32
 SCRIPTS = 16384
@@ -47,6 +49,17 @@ class TurnName(NamedTuple):
     def of_token(cls, token: int) -> TurnName:
         above, turn = token >> TURN_BITS, token & (1 << TURN_BITS) - 1
         return cls((above & (1 << QUESTION_BITS) - 1) - 1, above >> QUESTION_BITS, turn)
+
+
+class Segment(NamedTuple):
+    """A stretch of turns each of which extends the context of the one before."""
+
+    number: int
+    """0 for the first of the trajectory."""
+    kept: int
+    """How much of the context before it, it begins with."""
+    group: int
+    """Equal for contexts that begin with the same whole prompt: above 0 with that of the group, else with its own."""
 
 
 class Stream(Protocol):
@@ -104,6 +117,9 @@ class PseudoModel:
     def __init__(self, workload: Workload, hashed: bool = False) -> None:
         self.hashed = hashed
         self._course = lru_cache(SCRIPTS)(lambda question, seed: _course(workload.script(question, seed)))
+        self._segments = lru_cache(SCRIPTS)(
+            lambda question, seed: tuple(_segments(self.script(question, seed), TurnName(question, seed, 0)))
+        )
 
     def script(self, question: int, seed: int) -> Script:
         script: Script = self._course(question, seed)[0]
@@ -111,6 +127,18 @@ class PseudoModel:
 
     def turn(self, name: TurnName) -> TurnScript:
         return self.script(name.question, name.seed).turns[name.turn]
+
+    def forgets_all(self, name: TurnName) -> bool:
+        """Whether the next prompt has nothing of the context that the turn ends with."""
+        script, starts = self._course(name.question, name.seed)
+        turn: TurnScript = script.turns[name.turn]
+        return turn.kept(starts[name.turn]) == 0
+
+    def segment(self, request: GenerateRequest) -> Segment:
+        """To which the request's turn belongs."""
+        name = self._requested(request)
+        segment: Segment = self._segments(name.question, name.seed)[name.turn]
+        return segment
 
     def name(self, token: int) -> TurnName:
         """The turn that a generated token, not the stop token, belongs to."""
@@ -169,7 +197,17 @@ def _powers(count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     return np.cumprod(factors, dtype=np.uint64)
 
 
+def _segments(script: Script, name: TurnName) -> Iterator[Segment]:
+    """Of each turn of a trajectory, whose first turn has the name."""
+    segment = Segment(0, 0, name.question + 1)
+    for turn, prompt in zip(script.turns, script.prompts(), strict=True):
+        yield segment
+        if turn.dropped_tokens:
+            number, kept = segment.number + 1, turn.kept(prompt)
+            shares = segment.group > 0 and kept >= script.prompt_tokens
+            segment = Segment(number, kept, segment.group if shares else -name._replace(turn=number).token)
+
+
 def _course(script: Script) -> tuple[Script, tuple[int, ...]]:
     """The script, and the length of the context with which each of its turns begins."""
-    added = (turn.output_tokens + turn.appended_tokens for turn in script.turns[:-1])
-    return script, tuple(accumulate(added, initial=script.prompt_tokens))
+    return script, tuple(script.prompts())

@@ -1,59 +1,31 @@
-"""Recorded trajectories as a workload, and foreign recordings of agents as traces of ours.
+"""Recorded trajectories as a workload.
 
 A replay plays the trajectories of a trace again, with their own lengths, tools and durations, on whatever cluster is
-simulated. Only what does not depend on the cluster is taken from the trace; its queues, prefills and resends are not.
-
-`convert` reads files of one JSON object a line, gzipped or not, of two kinds. Trajectories have `id` and a list `turns`, and
-may have `domain`, `group`, `success`, `sandbox` and `reward_duration_s`. Each turn has `prompt_tokens`, which is
-`prompt_tokens_new` + `cached_prefix_tokens`, and `output_tokens`; perhaps a `tool` with `name` and `duration_s` that runs
-after it, `llm_time_s`, `ttft_s`, `step_interval_s` (from the start of this turn to that of the next) and `reset` (the context
-was compacted). Requests have `timestamp` (ms), `input_length` and `output_length`, or `ts`, `in` and `out`.
+simulated. Only what does not depend on the cluster is taken from the trace; its queues, prefills and resends are not, nor
+when its trajectories came. Where a prompt does not extend the context before it, another segment of the same trajectory
+begins: the next prompt has in common with the context what `Ready.kept` says.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from datetime import datetime
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from prorsa.config import ConfigError
-from prorsa.lifecycle import TRANSITIONS, State, TraceError, TraceWriter, read_trace
+from prorsa.lifecycle import TRANSITIONS, State, TraceError, read_trace
 from prorsa.lifecycle import events as e
 from prorsa.report.rundir import TRACE
 from prorsa.rollout.sampler import derive_seed
+from prorsa.simulation.workloads.pseudo_model import MOST_TURNS
 from prorsa.simulation.workloads.scripts import Script, TurnScript
 
 log = logging.getLogger(__name__)
 
 MIXED_TASKS = "trace"
 """The workload's name where a trace has trajectories of several tasks."""
-
-# What a foreign recording does not say.
-TOKEN_S = 0.03
-"""Seconds to generate a token."""
-PREFILL_TOKENS_PER_S = 10_000.0
-"""New prompt tokens; but a prefill takes half of a turn at most."""
-TOOL_S = 1.0
-REWARD_S = 4.4
-"""The median of the quicker half of the measured unit-test rewards."""
-HUMAN = ("user", "tool_or_approval")
-"""Tools whose durations are a human's, who reads, thinks or approves: they count as unknown."""
-COMPACTED = 0.9
-"""A prompt that begins with less than this part of the previous one has been compacted, whether it says so or not."""
-TASKS = {"coding": "coding-agent", "general": "general-agent"}
-INSTANCE = "recorded"
-
-Json = dict[str, Any]
-
-
-# A trace as a workload.
 
 
 class Replay:
@@ -106,11 +78,11 @@ def read_workload(path: str | Path, seed: int, max_context: int) -> Replay:
         script = course.script(starts)
         prompt = group[0].prompt_tokens if group else script.prompt_tokens
         try:
-            group.append(replace(script, prompt_tokens=prompt).within(max_context))
+            group.append(script.reshaped(prompt).within(max_context))
         except ValueError as error:
             raise ConfigError(
                 f"workload.max_context={max_context}: {path}, trajectory {course.trajectory}: {error}; "
-                f"set it to {script.total_tokens} or more"
+                f"set it to {script.longest_context} or more"
             ) from error
     name = tasks.pop() if len(tasks) == 1 else MIXED_TASKS
     return Replay(name, list(groups.values()), len(courses) - len(ended), seed)
@@ -165,6 +137,8 @@ class _Course:
         self._time = sampled.time
         self._prompt = sampled.prompt_tokens
         self._turns: list[TurnScript] = []
+        self._played = sampled.prompt_tokens
+        """Length of the current prompt when it is played: an output may be longer then, see `_end_turn`."""
         self._start = 0
         """Length of the context with which the current turn began."""
         self._tokens = sampled.prompt_tokens
@@ -175,6 +149,10 @@ class _Course:
 
     def script(self, starts: Mapping[e.SandboxMode, float]) -> Script:
         """Of a trajectory that is DONE. Its sandbox started in one mode; `starts` has the seconds in the other."""
+        if not 0 < len(self._turns) <= MOST_TURNS:
+            raise ConfigError(
+                f"{self._file}: trajectory {self.trajectory} has {len(self._turns)} turns; it must be 1 to {MOST_TURNS}"
+            )
         if self.sandbox is not None:
             starts = {**starts, self.sandbox: self.sandbox_s}
         return Script(
@@ -197,7 +175,7 @@ class _Course:
             case e.SandboxStarting():
                 self.sandbox = event.mode
             case e.Ready():
-                self._begin_turn(event.tokens, elapsed)
+                self._begin_turn(event, elapsed)
             case e.Requeued() if event.tokens < self._tokens:
                 self._fail(f"it was resent with {event.tokens} tokens and had {self._tokens}")
             case e.Requeued():
@@ -213,18 +191,31 @@ class _Course:
         self.state = target
         self._time = event.time
 
-    def _begin_turn(self, tokens: int, elapsed: float) -> None:
+    def _begin_turn(self, event: e.Ready, elapsed: float) -> None:
+        tokens = event.tokens
+        if tokens < 1:
+            self._fail(f"it begins with {tokens} tokens; a prompt has one at least")
         if self.state is State.TOOL:
-            if tokens < self._tokens:
-                self._fail(f"it begins with {tokens} tokens, but the turn before ended with {self._tokens}", turn=1)
-            self._turns.append(TurnScript(self._output, self._tool, elapsed, tokens - self._tokens))
+            try:
+                self._continue(tokens, event.extends(self._tokens), elapsed)
+            except ValueError as error:
+                self._fail(str(error), turn=1)
         else:
             if self._prompt not in (0, tokens):
                 self._fail(f"it begins with {tokens} tokens, but the first prompt has {self._prompt}")
-            self._prompt = tokens
+            self._prompt = self._played = tokens
             if self.state is State.SANDBOX_STARTING:
                 self.sandbox_s = elapsed
         self._start = self._tokens = tokens
+
+    def _continue(self, tokens: int, kept: int, elapsed: float) -> None:
+        """The tool has returned; the next prompt of `tokens` begins with `kept` tokens of the context."""
+        dropped = self._tokens - kept
+        if kept < self._start:
+            dropped = self._played + self._output - min(kept, self._played)
+        turn = TurnScript(self._output, self._tool, elapsed, tokens - kept, dropped)
+        self._turns.append(turn)
+        self._played = turn.next(self._played)
 
     def _end_turn(self, tokens: int) -> None:
         if tokens <= self._start or tokens < self._tokens:
@@ -238,200 +229,3 @@ class _Course:
             f"{self._file}: trajectory {self.trajectory}, turn {len(self._turns) + turn}: {problem}; "
             "the trace contradicts itself, record it again"
         )
-
-
-# Foreign recordings as traces.
-
-
-def convert_file(source: str | Path, target: str | Path) -> int:
-    """Write `source` (see the module) as a trace; returns the number of its events. Raises `ConfigError`."""
-    events = list(convert(source))
-    try:
-        writer = TraceWriter(target)
-    except OSError as error:
-        raise ConfigError(f"{target}: {error.strerror}; give the path of a file that can be made") from error
-    with writer:
-        for event in events:
-            writer.write(event)
-    return len(events)
-
-
-def convert(path: str | Path) -> Iterator[e.Event]:
-    """The events of a foreign recording, in the order of their times.
-
-    All trajectories start at time 0, as those of a batch do, and requests when they came. An output counts as part of the
-    next prompt. A context cannot shrink: after a compaction (`reset`, or a prompt that does not begin with nine tenths of the
-    one before) a new trajectory in a group of its own goes on, called `ID/2`; what an agent dropped of a single output
-    stays. Durations that are not known are as the constants of this module say. Raises `ConfigError` with the line.
-    """
-    path = Path(path)
-    events: list[e.Event] = []
-    first: float | None = None
-    for number, line in _read_lines(path):
-        where = f"{path}, line {number}"
-        try:
-            if isinstance(line.get("turns"), list):
-                events += _Recording(line).events()
-            elif "input_length" in line or "in" in line:
-                time, prompt, output = _request(line)
-                first = time if first is None else first
-                events += _single_request(f"r{number}", time - first, prompt, output)
-            else:
-                raise ConfigError(
-                    f"{where}: has neither turns nor the lengths of a request, and a summary cannot be played; "
-                    "give a file of trajectories or requests"
-                )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            problem = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise ConfigError(f"{where}: {problem}; mend the file") from error
-    return iter(sorted(events, key=lambda event: event.time))
-
-
-def _read_lines(path: Path) -> Iterator[tuple[int, Json]]:
-    try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
-            for number, text in enumerate(file, start=1):
-                try:
-                    line = json.loads(text)
-                except ValueError as error:
-                    raise ConfigError(f"{path}, line {number}: no JSON ({error}); mend the file") from error
-                if not isinstance(line, dict):
-                    raise ConfigError(f"{path}, line {number}: no JSON object; mend the file")
-                yield number, line
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); give a file of JSON lines, gzipped or not") from error
-
-
-class _Recording:
-    """One trajectory of a foreign recording as events. ValueError where its numbers are impossible."""
-
-    def __init__(self, line: Json) -> None:
-        self._line = line
-        self._events: list[e.Event] = []
-        self._time = 0.0
-        self._context = 0
-        self._segment = 0
-        self._name = ""
-
-    def events(self) -> list[e.Event]:
-        turns = self._line["turns"]
-        for index, turn in enumerate(turns):
-            try:
-                _check_turn(turn)
-                self._take_turn(turn, turns[index - 1] if index else None)
-            except ValueError as error:
-                raise ValueError(f"trajectory {self._line['id']}, turn {index}: {error}") from error
-            if index + 1 < len(turns) and not _compacted(turns[index + 1], turn):
-                self._use_tool(turn)
-            else:
-                self._end(last=index + 1 == len(turns))
-                self._time += _tool_s(turn)
-        return self._events
-
-    def _take_turn(self, turn: Json, before: Json | None) -> None:
-        if before is None or _compacted(turn, before):
-            self._begin(turn["prompt_tokens"])
-        self._context = max(self._context, turn["prompt_tokens"])
-        self._events.append(e.Ready(self._time, self._name, self._context))
-        self._events.append(e.PrefillStarted(self._time, self._name, INSTANCE))
-        llm = _llm_s(turn)
-        prefill = turn.get("ttft_s")
-        if prefill is None:
-            prefill = turn["prompt_tokens_new"] / PREFILL_TOKENS_PER_S
-        self._events.append(e.DecodeStarted(self._time + min(prefill, llm / 2), self._name, INSTANCE))
-        self._time += llm
-        # One that was broken off before its first token has cost its prefill.
-        self._context += max(1, turn["output_tokens"])
-
-    def _begin(self, prompt: int) -> None:
-        line = self._line
-        self._segment += 1
-        suffix = f"/{self._segment}" if self._segment > 1 else ""
-        self._name = f"{line['id']}{suffix}"
-        group = f"{line.get('group') or line['id']}{suffix}"
-        task = TASKS.get(line.get("domain", ""), MIXED_TASKS)
-        self._events.append(e.Sampled(self._time, self._name, group, task, 0, prompt))
-        sandbox = line.get("sandbox")
-        if sandbox is not None and self._segment == 1:
-            mode = e.SandboxMode.PREWARMED if sandbox.get("mode") == "prewarmed" else e.SandboxMode.COLD
-            self._events.append(e.SandboxStarting(self._time, self._name, mode, INSTANCE, INSTANCE))
-            self._time += _seconds("sandbox.duration_s", sandbox["duration_s"])
-        self._context = 0
-
-    def _use_tool(self, turn: Json) -> None:
-        name = (turn.get("tool") or {}).get("name") or "unknown"
-        self._events.append(e.ToolStarted(self._time, self._name, name, self._context))
-        self._time += _tool_s(turn)
-
-    def _end(self, last: bool) -> None:
-        line = self._line
-        duration = line.get("reward_duration_s") if last else 0.0
-        reward_s = REWARD_S if duration is None else _seconds("reward_duration_s", duration)
-        reward = float(bool(line.get("success")) and last)
-        self._events.append(e.RewardStarted(self._time, self._name, self._context))
-        self._events.append(e.Done(self._time + reward_s, self._name, reward, admitted=True))
-
-
-def _check_turn(turn: Json) -> None:
-    prompt, new, cached = turn["prompt_tokens"], turn["prompt_tokens_new"], turn["cached_prefix_tokens"]
-    if prompt != new + cached or new < 0 or cached < 0:
-        raise ValueError(f"prompt_tokens={prompt} must be prompt_tokens_new + cached_prefix_tokens = {new} + {cached}")
-    if prompt < 1 or turn["output_tokens"] < 0:
-        raise ValueError(f"a turn of prompt_tokens={prompt} and output_tokens={turn['output_tokens']} cannot be")
-    times = {key: turn.get(key) for key in ("llm_time_s", "ttft_s", "step_interval_s")}
-    for key, value in (times | {"tool.duration_s": (turn.get("tool") or {}).get("duration_s")}).items():
-        if value is not None:
-            _seconds(key, value)
-
-
-def _compacted(turn: Json, before: Json) -> bool:
-    return bool(turn.get("reset")) or turn["cached_prefix_tokens"] < COMPACTED * before["prompt_tokens"]
-
-
-def _llm_s(turn: Json) -> float:
-    """Seconds until the turn's last token."""
-    known = turn.get("llm_time_s")
-    if known is not None:
-        return float(known)
-    assumed: float = turn["output_tokens"] * TOKEN_S + turn["prompt_tokens_new"] / PREFILL_TOKENS_PER_S
-    interval = turn.get("step_interval_s")
-    return assumed if interval is None else min(assumed, interval)
-
-
-def _tool_s(turn: Json) -> float:
-    """Seconds that the tool after the turn takes: its own, or else what the turn leaves of its step."""
-    tool = turn.get("tool") or {}
-    duration = None if tool.get("name") in HUMAN else tool.get("duration_s")
-    if duration is not None:
-        return float(duration)
-    interval = turn.get("step_interval_s")
-    return TOOL_S if interval is None else float(interval) - min(_llm_s(turn), float(interval))
-
-
-def _seconds(key: str, value: float) -> float:
-    if not value >= 0:
-        raise ValueError(f"{key}={value} must be 0 or more")
-    return float(value)
-
-
-def _request(line: Json) -> tuple[float, int, int]:
-    """Seconds of its arrival on some clock, tokens of its prompt and of its output."""
-    if "in" in line:
-        # Python reads six digits of a second's fraction; some have seven.
-        return datetime.fromisoformat(line["ts"][:26]).timestamp(), line["in"], line["out"]
-    return line["timestamp"] / 1000, line["input_length"], line["output_length"]
-
-
-def _single_request(name: str, time: float, prompt: int, output: int) -> list[e.Event]:
-    if time < 0 or prompt < 1 or output < 1:
-        raise ValueError(f"a request {time} s after the first one, of {prompt} + {output} tokens; it cannot be")
-    started = time + prompt / PREFILL_TOKENS_PER_S
-    ended = started + output * TOKEN_S
-    return [
-        e.Sampled(time, name, name, "requests", 0, prompt),
-        e.Ready(time, name, prompt),
-        e.PrefillStarted(time, name, INSTANCE),
-        e.DecodeStarted(started, name, INSTANCE),
-        e.RewardStarted(ended, name, prompt + output),
-        e.Done(ended, name, 0.0, admitted=True),
-    ]

@@ -6,7 +6,9 @@ the system (queues, prefill, decode, resends, re-prefills) is not in a script: t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol
 
 
@@ -20,6 +22,22 @@ class TurnScript:
     """How long the tool runs, seconds."""
     appended_tokens: int = 0
     """Tokens of the tool's result, appended to the context."""
+    dropped_tokens: int = 0
+    """Tokens at the end of the context, the turn's output included, that are gone before these are appended: the next prompt
+    has only what stands before them in common with this turn's context. What follows is another segment of the trajectory."""
+
+    def kept(self, prompt: int) -> int:
+        """After a prompt of `prompt` tokens: how much of the context the next prompt begins with."""
+        return prompt + self.output_tokens - self.dropped_tokens
+
+    def next(self, prompt: int) -> int:
+        """Length of the next prompt."""
+        return self.kept(prompt) + self.appended_tokens
+
+    def cached(self, prompt: int) -> int:
+        """How much of the next prompt may be in a cache: not the last token that the turn made, which has not been through
+        the model, and not the prompt's own last one, which always goes through it."""
+        return min(self.kept(prompt), prompt + self.output_tokens - 1, self.next(prompt) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +53,35 @@ class Script:
     reward_s: float = 0.0
     reward: float = 0.0
 
+    def prompts(self) -> Iterator[int]:
+        """Length of each turn's prompt."""
+        return accumulate(self.turns[:-1], lambda prompt, turn: turn.next(prompt), initial=self.prompt_tokens)
+
     @property
-    def total_tokens(self) -> int:
-        """Context length at the end."""
-        return self.prompt_tokens + sum(turn.output_tokens + turn.appended_tokens for turn in self.turns)
+    def longest_context(self) -> int:
+        return max(prompt + turn.output_tokens for prompt, turn in zip(self.prompts(), self.turns, strict=True))
+
+    def reshaped(self, prompt_tokens: int, output: Callable[[int], int] = int) -> Script:
+        """The same with another first prompt and turns of `output(tokens)`.
+
+        A turn that drops the end of its output drops as many tokens; one that goes further back keeps as many.
+        """
+        turns, prompt = [], prompt_tokens
+        for turn, former in zip(self.turns, self.prompts(), strict=True):
+            made = output(turn.output_tokens)
+            dropped = min(turn.dropped_tokens, made)
+            if turn.dropped_tokens > turn.output_tokens:
+                dropped = prompt + made - min(turn.kept(former), prompt)
+            turns.append(replace(turn, output_tokens=made, dropped_tokens=dropped))
+            prompt = turns[-1].next(prompt)
+        return replace(self, prompt_tokens=prompt_tokens, turns=tuple(turns))
 
     def within(self, max_context: int) -> Script:
         """The script as a context of at most `max_context` tokens lets it run.
 
-        It ends with the turn after which the tool's result would take more than half of the tokens that are left (the
-        bound of an episode), or after which the next turn would not fit; a first turn that does not fit is cut.
-        Raises ValueError where the prompt leaves no room for a turn of two tokens.
+        It ends with the turn after which the context would grow by more than half of the tokens that are left (the bound of
+        an episode), or after which the next turn would not fit; a first turn that does not fit is cut. Raises ValueError
+        where the prompt leaves no room for a turn of two tokens.
         """
         room = max_context - self.prompt_tokens
         first, *later = self.turns
@@ -54,10 +90,10 @@ class Script:
         turns = [first if first.output_tokens <= room else replace(first, output_tokens=room)]
         left = room - turns[0].output_tokens
         for turn in later:
-            appended = turns[-1].appended_tokens
-            if appended > left // 2 or appended + turn.output_tokens > left:
+            grown = turns[-1].appended_tokens - turns[-1].dropped_tokens
+            if left < 1 or grown > left // 2 or grown + turn.output_tokens > left:
                 break
-            left -= appended + turn.output_tokens
+            left -= grown + turn.output_tokens
             turns.append(turn)
         if len(turns) == len(self.turns) and turns[0] is first:
             return self

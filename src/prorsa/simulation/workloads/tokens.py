@@ -11,6 +11,29 @@ from itertools import repeat
 from typing import overload
 
 
+class Revision(Sequence[int]):
+    """`tokens` that take the place of a context's last `dropped` ones.
+
+    As a sequence it is as long as the context becomes longer, 0 where it becomes shorter: the room that it needs.
+    """
+
+    __slots__ = ("dropped", "tokens")
+
+    def __init__(self, tokens: Sequence[int], dropped: int) -> None:
+        self.tokens = tokens
+        self.dropped = dropped
+
+    def __len__(self) -> int:
+        return max(len(self.tokens) - self.dropped, 0)
+
+    @overload
+    def __getitem__(self, index: int, /) -> int: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice, /) -> int | Sequence[int]:
+        return self.tokens[-len(self) :][index] if len(self) else ()[index]
+
+
 class Span(Sequence[int]):
     """`length` tokens, of which the first is known. Every token of it reads as the first one."""
 
