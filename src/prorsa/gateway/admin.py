@@ -13,6 +13,7 @@ The policy goes on deciding: under `adaptive` its next decision may undo a flip.
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from typing import Any
 
@@ -24,17 +25,19 @@ from prorsa.cluster.observers import Flip
 from prorsa.cluster.switcher import FlipRefused
 from prorsa.engines.protocol import EngineError, Role
 from prorsa.gateway import fields
-from prorsa.gateway.bodies import read_body
+from prorsa.gateway.bodies import BodyReader
 from prorsa.gateway.errors import ApiError
 from prorsa.gateway.keys import shows
 from prorsa.report.rundir import dump_decision
 
 DECISIONS = 20
 """How many are shown unless more are asked for."""
+LAST = re.compile(r"[1-9][0-9]{0,8}")
 
 
 class Admin:
-    def __init__(self, control: ControlPlane, token: str) -> None:
+    def __init__(self, control: ControlPlane, token: str, bodies: BodyReader) -> None:
+        self._bodies = bodies
         self._control = control
         self._token = token
 
@@ -62,9 +65,9 @@ class Admin:
     async def decisions(self, request: web.Request) -> web.Response:
         self._authorise(request)
         asked = request.query.get("last", str(DECISIONS))
-        if not asked.isdigit() or int(asked) < 1:
-            raise fields.wrong("last", asked, "must be a whole number of at least 1")
-        last, made = int(asked), len(self._control.decisions)
+        if not LAST.fullmatch(asked):
+            raise fields.wrong("last", asked, "must be a whole number from 1 on, of at most 9 digits")
+        last, made = int(asked), self._control.status().decisions
         decisions = [dump_decision(decision, 0) for decision in self._control.decisions[-last:]]
         for decision in decisions:
             del decision["after_events"]  # that is of a run directory
@@ -74,7 +77,7 @@ class Admin:
 
     async def roles(self, request: web.Request) -> web.Response:
         self._authorise(request)
-        body = await read_body(request)
+        body, _ = await self._bodies.object(request)
         prefill, decode, mixed = (fields.whole(body, name, 0, 0) or 0 for name in ("prefill", "decode", "mixed"))
         target, now = Allocation(prefill, decode, mixed), self._control.fleet.in_service
         if not now.total:
@@ -93,7 +96,8 @@ class Admin:
 
     async def flip(self, request: web.Request) -> web.Response:
         self._authorise(request)
-        name, body = self._named(request), await read_body(request)
+        name = self._named(request)
+        body, _ = await self._bodies.object(request)
         role = fields.typed(body, "role", str, "")
         if role not in list(Role):
             raise fields.wrong("role", role, "must be prefill, decode or mixed")

@@ -16,7 +16,7 @@ import asyncio
 import itertools
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from prorsa.gateway.asks import TASK, Identity, Prompt, checked_name
 from prorsa.gateway.errors import ApiError
 from prorsa.gateway.fields import wrong
 from prorsa.gateway.prefixes import PrefixIndex
+from prorsa.gateway.work import LongWork
 from prorsa.lifecycle import (
     Done,
     Dropped,
@@ -44,8 +45,17 @@ LATEST = 64
 """Replies of a kind that are remembered, with whether a request followed."""
 OTHER = "other"
 """The tool of a call that names none of the request's tools: names that models make up stay out of the statistics."""
+ENCODING = 4
+"""Encoding a character takes as long as reading so many bytes."""
 READY_STATES = (State.SAMPLED, State.SANDBOX_STARTING, State.TOOL)
 """Where a trajectory may begin a turn."""
+
+
+class Encoder(Protocol):
+    """The part of the tokenizer that makes ids of prompts."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def fewest_tokens(self, text: str) -> int: ...
 
 
 class Lifecycle(Protocol):
@@ -117,15 +127,18 @@ class Trajectories:
     def __init__(
         self,
         lifecycle: Lifecycle,
-        encode: Callable[[str], list[int]],
+        tokenizer: Encoder,
         max_context: int,
         tool_timeout: float,
         idle_timeout: float,
+        work: LongWork,
     ) -> None:
+        """`work` encodes long texts."""
         self.continued: Counter[str] = Counter()
         """Turns after the first, by how their trajectory was known: name, prefix or conversation."""
         self._lifecycle = lifecycle
-        self._encode = encode
+        self._tokenizer = tokenizer
+        self._work = work
         self._max_context = max_context
         self._tool_timeout = tool_timeout
         self._idle_timeout = idle_timeout
@@ -148,10 +161,12 @@ class Trajectories:
 
         `answered` or `failed` must follow.
         """
+        self._check_fewest(prompt)
         trajectory, how = await self._find(identity, prompt)
         try:
-            ids = self._prompt_ids(trajectory, prompt)
-            self._check(trajectory, len(ids))
+            ids = await self._prompt_ids(trajectory, prompt)
+            self._check_length(len(ids))
+            self._check_state(trajectory)
             if trajectory.reply is not None:
                 self._came_back(trajectory, trajectory.reply)
             if not trajectory.sampled:
@@ -312,22 +327,33 @@ class Trajectories:
             return False
         return True
 
-    def _prompt_ids(self, trajectory: Trajectory, prompt: Prompt) -> tuple[int, ...]:
+    async def _prompt_ids(self, trajectory: Trajectory, prompt: Prompt) -> tuple[int, ...]:
         if prompt.ids is not None:
             return prompt.ids
         context, text = trajectory.context, prompt.text.encode()
         if context is not None and context.ids is not None and text.startswith(context.key):
-            return (*context.ids, *self._encode(text[len(context.key) :].decode()))
-        return tuple(self._encode(prompt.text))
+            return (*context.ids, *await self._encode(text[len(context.key) :].decode()))
+        return tuple(await self._encode(prompt.text))
 
-    def _check(self, trajectory: Trajectory, tokens: int) -> None:
+    async def _encode(self, text: str) -> list[int]:
+        return await self._work.run(ENCODING * len(text), self._tokenizer.encode, text)
+
+    def _check_fewest(self, prompt: Prompt) -> None:
+        """A prompt that cannot fit is refused before anything is done with it."""
+        fewest = self._tokenizer.fewest_tokens(prompt.text) if prompt.ids is None else len(prompt.ids)
+        self._check_length(fewest, "" if prompt.ids else "at least ")
+
+    def _check_length(self, tokens: int, bound: str = "") -> None:
         if tokens >= self._max_context:
+            held = f"the context holds {self._max_context} with the answer"
             raise ApiError(
                 400,
-                f"the prompt has {tokens} tokens and the context holds {self._max_context} with the answer; shorten it",
+                f"the prompt has {bound}{tokens} tokens and {held}; shorten it",
                 "messages",
                 "context_length_exceeded",
             )
+
+    def _check_state(self, trajectory: Trajectory) -> None:
         expected = trajectory.told or trajectory.reply is None  # a guess that it has ended binds nobody
         if trajectory.sampled and expected and self._state(trajectory) not in (*READY_STATES, State.DECODE):
             state = self._state(trajectory).name.lower()

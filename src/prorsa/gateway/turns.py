@@ -22,6 +22,7 @@ from prorsa.gateway.errors import ApiError
 from prorsa.gateway.output import Output
 from prorsa.gateway.toolcalls import Parsed, openai_calls, parse
 from prorsa.gateway.trajectories import OTHER, Context, Lifecycle, Trajectories, Trajectory, key_of
+from prorsa.gateway.work import LongWork
 from prorsa.rollout.tokenizer import ChatTokenizer
 
 log = logging.getLogger(__name__)
@@ -95,14 +96,22 @@ class Running:
 
 class Turns:
     def __init__(
-        self, control: Control, tokenizer: ChatTokenizer, trajectories: Trajectories, max_context: int, seed: int
+        self,
+        control: Control,
+        tokenizer: ChatTokenizer,
+        trajectories: Trajectories,
+        max_context: int,
+        seed: int,
+        work: LongWork,
     ) -> None:
-        """`seed` is the run's; a request without one of its own gets its trajectory's, so that a resend draws alike."""
+        """`work` reads long conversations. `seed` is the run's; a request without one of its own gets its trajectory's,
+        so that a resend draws alike."""
         self._control = control
         self._tokenizer = tokenizer
         self._trajectories = trajectories
         self._max_context = max_context
         self._seed = seed
+        self._work = work
 
     @asynccontextmanager
     async def run(self, ask: Ask, deadline: float, trace: TraceHeaders = ()) -> AsyncIterator[Running]:
@@ -138,7 +147,8 @@ class Turns:
 
     async def _serve(self, running: Running, trajectory: Trajectory, request: TurnRequest) -> TurnResult:
         result = await self._control.generate(request, running.output)
-        context, tool = self._context(running, result.token_ids), self._tool(running)
+        context = await self._work.finish(len(running.ask.prompt.text), self._context, running, result.token_ids)
+        tool = self._tool(running)
         running.settled = True
         tokens = len(running.prompt_ids) + len(result.token_ids)
         self._trajectories.answered(trajectory, tokens, context, tool, running.ask.calls)
