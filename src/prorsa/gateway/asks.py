@@ -25,6 +25,7 @@ Kind = Literal["chat", "completions", "generate"]
 TRAJECTORY_HEADER, GROUP_HEADER, TASK_HEADER = "X-Prorsa-Trajectory", "X-Prorsa-Group", "X-Prorsa-Task"
 TASK = "agent"
 """The task of a trajectory whose client names none."""
+MOST_STOP_IDS = 1024
 _NAME = re.compile(r"[A-Za-z0-9._:/@=+-]{1,128}")
 _ONLY: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -160,7 +161,9 @@ class AskReader:
     def _check(self, body: Json) -> None:
         model = fields.typed(body, "model", str, self._model)
         if model != self._model:
-            raise ApiError(404, f"model={model!r}: this gateway serves {self._model!r}", "model", "model_not_found")
+            raise ApiError(
+                404, f"model={fields.short(model)}: this gateway serves {self._model!r}", "model", "model_not_found"
+            )
         _refuse_unservable(body)
 
     def _sampling(self, body: Json, limit: int | None) -> SamplingParams:
@@ -168,7 +171,7 @@ class AskReader:
         top_k = fields.typed(body, "top_k", int, defaults.top_k)
         if top_k != -1 and top_k < 1:
             raise wrong("top_k", top_k, "must be at least 1, or -1 for the whole vocabulary")
-        stops = fields.token_ids(body, "stop_token_ids")
+        stops = fields.token_ids(body, "stop_token_ids", MOST_STOP_IDS)
         if not fields.typed(body, "ignore_eos", bool, False):
             stops = (*self._tokenizer.eos_ids, *stops)
         return SamplingParams(

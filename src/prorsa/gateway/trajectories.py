@@ -41,10 +41,21 @@ from prorsa.lifecycle import (
 
 REPLY = "reply"
 """The tool of an answer without a tool call: whatever the client does before its next request."""
+MOST_KINDS = 512
+"""Kinds of replies that are remembered; the one that came longest ago goes first."""
 LATEST = 64
 """Replies of a kind that are remembered, with whether a request followed."""
 OTHER = "other"
-"""The tool of a call that names none of the request's tools: names that models make up stay out of the statistics."""
+"""The tool of a call that names none of the request's tools: names that models make up stay out of the statistics. Also the
+task of trajectories whose tasks are too many."""
+MOST_REASON = 1000
+"""Characters of the reason of a drop."""
+MOST_LIVE = 1 << 16
+"""Trajectories that may be live at once."""
+MOST_REMEMBERED = 1 << 28
+"""Bytes of contexts that are remembered, by which trajectories are known again; those that were answered longest ago go first."""
+MOST_TASKS = 256
+"""Tasks with live trajectories; those of further tasks are taken to be of the task `OTHER`."""
 ENCODING = 4
 """Encoding a character takes as long as reading so many bytes."""
 READY_STATES = (State.SAMPLED, State.SANDBOX_STARTING, State.TOOL)
@@ -80,6 +91,11 @@ class Context:
     """Whether a prompt that starts with it is taken for its continuation."""
     conversation: bytes | None = None
 
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.key) + (4 * len(self.ids) if self.ids is not None else 0)
+
 
 ReplyKind = tuple[str, bool]
 """Of an answer without a tool call: (task, whether the request offered tools)."""
@@ -92,7 +108,11 @@ class Replies:
         self._followed: dict[ReplyKind, deque[bool]] = {}
 
     def add(self, kind: ReplyKind, followed: bool) -> None:
-        self._followed.setdefault(kind, deque(maxlen=LATEST)).append(followed)
+        latest = self._followed.pop(kind, None)
+        self._followed[kind] = latest = deque(maxlen=LATEST) if latest is None else latest
+        latest.append(followed)
+        if len(self._followed) > MOST_KINDS:
+            del self._followed[next(iter(self._followed))]
 
     def likely(self, kind: ReplyKind) -> bool:
         _, offered = kind
@@ -116,6 +136,7 @@ class Trajectory:
     sampled: bool = False
     ended: bool = False
     context: Context | None = None
+    """None while a turn is in service, and where it was forgotten."""
     reply: ReplyKind | None = None
     """Of its last answer, where that was a reply of which it is not known yet whether a request follows."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -147,6 +168,12 @@ class Trajectories:
         self._texts: PrefixIndex[Trajectory] = PrefixIndex()
         self._ids: PrefixIndex[Trajectory] = PrefixIndex()
         self._conversations: dict[bytes, dict[Trajectory, None]] = {}
+        self._remembered: dict[Trajectory, int] = {}
+        """Those that wait for their client, the one that was answered first foremost, and the bytes of their contexts."""
+        self._bytes = 0
+        """Of these together."""
+        self._tasks: Counter[str] = Counter()
+        """Live trajectories of each task."""
         self._replies = Replies()
         self._numbers = itertools.count(1)
 
@@ -244,7 +271,10 @@ class Trajectories:
                 self._finish(trajectory, reward, fields.typed(body, "admitted", bool, True))
                 return trajectory
             case "dropped":
-                self._drop(trajectory, fields.typed(body, "reason", str, "its client dropped it"))
+                reason = fields.typed(body, "reason", str, "its client dropped it")
+                if len(reason) > MOST_REASON:
+                    raise wrong("reason", reason, f"has {len(reason)} characters, must have {MOST_REASON} at most")
+                self._drop(trajectory, reason)
                 return trajectory
             case _:
                 known = "sampled, sandbox_starting, tool_started, reward_started, done or dropped"
@@ -306,12 +336,18 @@ class Trajectories:
         return None, ""
 
     def _new(self, identity: Identity) -> Trajectory:
+        if len(self._live) >= MOST_LIVE:
+            raise ApiError(429, f"{len(self._live)} trajectories are live; end some, or try again later")
         name = identity.name or self._free_name()
         # A name may come again once its trajectory has ended; the run tells them apart.
         trajectory_id = f"{name}#{next(self._numbers)}" if self._used(name) else name
-        trajectory = Trajectory(trajectory_id, name, identity.group or trajectory_id, identity.task or TASK)
+        trajectory = Trajectory(trajectory_id, name, identity.group or trajectory_id, self._task(identity.task or TASK))
         self._live[name] = trajectory
+        self._tasks[trajectory.task] += 1
         return trajectory
+
+    def _task(self, name: str) -> str:
+        return name if name in self._tasks or len(self._tasks) < MOST_TASKS else OTHER
 
     def _free_name(self) -> str:
         """One that no client has chosen either."""
@@ -366,14 +402,22 @@ class Trajectories:
             self._index(context).add(context.key, trajectory)
         if context.conversation is not None:
             self._conversations.setdefault(context.conversation, {})[trajectory] = None
+        self._remembered[trajectory] = size = context.size
+        self._bytes += size
+        while self._bytes > MOST_REMEMBERED:
+            self._forget_context(next(iter(self._remembered)))
 
     def _forget(self, trajectory: Trajectory) -> None:
         if trajectory.timer is not None:
             trajectory.timer.cancel()
             trajectory.timer = None
+        self._forget_context(trajectory)
+
+    def _forget_context(self, trajectory: Trajectory) -> None:
         context, trajectory.context = trajectory.context, None
         if context is None:
             return
+        self._bytes -= self._remembered.pop(trajectory)
         if context.distinct:
             self._index(context).remove(context.key, trajectory)
         if context.conversation is not None:
@@ -434,6 +478,9 @@ class Trajectories:
     def _end(self, trajectory: Trajectory) -> None:
         self._forget(trajectory)
         trajectory.ended = True
+        self._tasks[trajectory.task] -= 1
+        if not self._tasks[trajectory.task]:
+            del self._tasks[trajectory.task]
         if self._live.get(trajectory.name) is trajectory:
             del self._live[trajectory.name]
 

@@ -28,6 +28,8 @@ from prorsa.rollout.tokenizer import ChatTokenizer
 log = logging.getLogger(__name__)
 
 GONE = "its client is gone"
+MOST_NAME = 128
+"""Characters of the name of a tool that has statistics of its own."""
 
 
 class Control(Lifecycle, Protocol):
@@ -175,7 +177,8 @@ class Turns:
         calls = running.parsed().calls
         if not calls:
             return None
-        return calls[0].name if calls[0].name in running.ask.tools else OTHER
+        name = calls[0].name
+        return name if name in running.ask.tools and len(name) <= MOST_NAME else OTHER
 
     def _context(self, running: Running, output: Sequence[int]) -> Context:
         """What a request that continues this turn starts with: all that its client has seen.
