@@ -53,7 +53,7 @@ MOST_REASON = 1000
 MOST_LIVE = 1 << 16
 """Trajectories that may be live at once."""
 MOST_REMEMBERED = 1 << 28
-"""Bytes of contexts that are remembered, by which trajectories are known again; those that were answered longest ago go first."""
+"""Bytes of contexts that are remembered, by which trajectories are known again; the one answered longest ago goes first."""
 MOST_TASKS = 256
 """Tasks with live trajectories; those of further tasks are taken to be of the task `OTHER`."""
 ENCODING = 4
