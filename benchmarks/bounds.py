@@ -20,6 +20,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import aiohttp
 from gateway import Process, cpu_seconds, rss
@@ -29,36 +30,28 @@ AT_ONCE = 16
 CHAT, COMPLETIONS, EVENTS = "/v1/chat/completions", "/v1/completions", "/prorsa/events"
 
 
+def chat(*contents: str) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": content} for content in contents]}).encode()
+
+
+def completion(**fields: Any) -> bytes:
+    return json.dumps({"prompt": "a", **fields}).encode()
+
+
 def bodies() -> Iterator[tuple[str, str, bytes]]:
     """(what it is, where it goes, the body)."""
-    messages = [{"role": "user", "content": "x" * SIZE}]
-    yield "one text that cannot fit", CHAT, json.dumps({"messages": messages}).encode()
-    yield (
-        "one text that may fit (250 kB)",
-        CHAT,
-        json.dumps({"messages": [{"role": "user", "content": "12 " * 83_000}]}).encode(),
-    )
-    yield "text of escapes", CHAT, b'{"messages":[{"role":"user","content":"' + b"\\n" * (SIZE // 2) + b'"}]}'
-    yield "small messages", CHAT, json.dumps({"messages": [{"role": "user", "content": "a"}] * (SIZE // 35)}).encode()
-    yield "80,000 messages", CHAT, json.dumps({"messages": [{"role": "user", "content": "a"}] * 80_000}).encode()
-    yield "token ids", COMPLETIONS, b'{"prompt":[' + b"1," * (SIZE // 2) + b"1]}"
-    yield "empty lists", COMPLETIONS, b'{"prompt":[' + b"[]," * (SIZE // 3) + b"[]]}"
-    yield "stop ids", COMPLETIONS, b'{"prompt":"a","stop_token_ids":[' + b"700000," * (SIZE // 7) + b"1]}"
-    yield (
-        "stop strings",
-        COMPLETIONS,
-        json.dumps({"prompt": "a", "stop": [f"{i:06}" for i in range(SIZE // 10)]}).encode(),
-    )
-    yield (
-        "logit_bias",
-        COMPLETIONS,
-        json.dumps({"prompt": "a", "logit_bias": {f"{i}": 1 for i in range(SIZE // 12)}}).encode(),
-    )
-    yield (
-        "20,000 events",
-        EVENTS,
-        json.dumps([{"event": "sampled", "trajectory": f"t{i}"} for i in range(20_000)]).encode(),
-    )
+    yield "a text that cannot fit", CHAT, chat("x" * SIZE)
+    yield "a text of 250 kB that might", CHAT, chat("12 " * 83_000)
+    yield "a text of escapes", CHAT, b'{"messages":[{"role":"user","content":"' + b"\\n" * (SIZE // 2) + b'"}]}'
+    yield "many small messages", CHAT, chat(*["a"] * (SIZE // 40))
+    yield "80,000 messages", CHAT, chat(*["a"] * 80_000)
+    yield "token ids", COMPLETIONS, completion(prompt=[1] * (SIZE // 3))
+    yield "empty lists", COMPLETIONS, completion(prompt=[[]] * (SIZE // 4))
+    yield "stop ids", COMPLETIONS, completion(stop_token_ids=[700_000] * (SIZE // 8))
+    yield "stop strings", COMPLETIONS, completion(stop=[f"{number:06}" for number in range(SIZE // 10)])
+    yield "logit_bias", COMPLETIONS, completion(logit_bias=dict.fromkeys(range(SIZE // 14), 1))
+    events = [{"event": "sampled", "trajectory": f"t{number}"} for number in range(20_000)]
+    yield "20,000 events", EVENTS, json.dumps(events).encode()
 
 
 async def crowd(host: str, port: int, count: int) -> list[asyncio.StreamWriter]:
@@ -91,11 +84,11 @@ async def longest_health(http: aiohttp.ClientSession, url: str, over: asyncio.Ev
     return longest
 
 
-async def overload(server: Process, connections: int) -> None:
+async def overload(server: Process, connections: int, only: str) -> None:
     host, _, port = server.said.removeprefix("http://").partition(":")
     print(f"\n{'body':34}{'answer':64}{'s':>7}{'/health, s':>12}{'CPU, s':>8}{'MB':>6}")
     async with aiohttp.ClientSession() as http, aiohttp.ClientSession() as probe:
-        for what, path, body in bodies():
+        for what, path, body in (one for one in bodies() if only in one[0]):
             writers = await crowd(host, int(port), connections)
             over, start, before = asyncio.Event(), perf_counter(), cpu_seconds(server.pid)
             watching = asyncio.create_task(longest_health(probe, server.said, over))
@@ -112,7 +105,7 @@ async def overload(server: Process, connections: int) -> None:
                 writer.close()
 
 
-async def grow(server: Process, trajectories: int) -> None:
+async def grow(server: Process, trajectories: int, _: str) -> None:
     """Each is sampled, asks once, and is done."""
 
     async def one(number: int) -> None:
@@ -142,6 +135,7 @@ async def grow(server: Process, trajectories: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--connections", type=int, default=10_000)
+    parser.add_argument("--only", metavar="NAME", default="", help="bodies with this in their name alone")
     parser.add_argument("--trajectories", type=int, default=32_000)
     parsed = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -153,7 +147,7 @@ def main() -> None:
         if count:
             server = Process(str(Path(__file__).with_name("gateway.py")), "--serve")
             try:
-                asyncio.run(part(server, count))
+                asyncio.run(part(server, count, parsed.only))
             finally:
                 server.close()
 

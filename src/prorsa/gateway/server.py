@@ -149,6 +149,10 @@ class Gateway:
             status = response.status
         except ApiError as error:
             response, status = error.response(), error.status
+            if request.content.exception() is not None:
+                # Where its body ends is not known, nor where a next request begins.
+                request.content.feed_eof()
+                response.force_close()
         except web.HTTPException as error:
             refusal = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
             response, status = refusal.response(), error.status

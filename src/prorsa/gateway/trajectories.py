@@ -347,7 +347,8 @@ class Trajectories:
         return trajectory
 
     def _task(self, name: str) -> str:
-        return name if name in self._tasks or len(self._tasks) < MOST_TASKS else OTHER
+        room = MOST_TASKS + (OTHER in self._tasks)
+        return name if name in self._tasks or len(self._tasks) < room else OTHER
 
     def _free_name(self) -> str:
         """One that no client has chosen either."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-REMEMBERED = 65_536
-"""Names whose codes are known at least; twice as many are in memory: some 10 MB."""
+REMEMBERED = 32_768
+"""Names whose codes are known at least; twice as many are in memory: some 8 MB."""
 
 
 class NameCodes:
