@@ -26,6 +26,7 @@ from prorsa.lifecycle import (
     ToolStarted,
     TraceError,
     TraceWriter,
+    codes,
     read_trace,
 )
 
@@ -175,3 +176,24 @@ def test_a_killed_run_leaves_every_event_it_wrote(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", script, str(path)], check=False, timeout=60)
     assert ended.returncode == -signal.SIGKILL
     assert list(read_trace(path)) == [Ready(float(i), "t", i) for i in range(100)]
+
+
+def test_names_that_are_forgotten_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read is what was written, and the writer remembers twice the bound at most."""
+    monkeypatch.setattr(codes, "REMEMBERED", 10)
+    events: list[Event] = [Sampled(0.0, "old", "g", "task", 1, 0)]
+    for number in range(200):
+        events += [
+            Sampled(1.0, f"t{number}", f"g{number}", "task", 1, 0),
+            Dropped(1.0, f"t{number}", "of no use"),
+        ]
+    events.append(Ready(2.0, "old", 5))
+    path = tmp_path / "trace"
+    with TraceWriter(path) as writer:
+        for event in events:
+            writer.write(event)
+        assert len(writer._codes._latest) + len(writer._codes._before) <= 20
+    assert list(read_trace(path)) == events
+    written = path.read_text()
+    assert written.count('"old"') == 2
+    assert written.count('"task"') == 1, "a name that goes on occurring keeps its code"

@@ -50,12 +50,12 @@ def forget_half(known: dict[K, T]) -> None:
 
 
 class Backoff(Generic[S]):
-    def __init__(self, make: Callable[[], S], widest: int = 0, most: int = MOST_KEYS) -> None:
+    def __init__(self, make: Callable[[], S], widest: int = 0, most: int | None = None) -> None:
         """`make` creates an empty statistic. No prefix shorter than `widest` is kept: those key parts always condition. At
-        most `most` keys are kept."""
+        most `most` keys are kept, `MOST_KEYS` unless given."""
         self._make = make
         self._widest = widest
-        self._most = most
+        self._most = MOST_KEYS if most is None else most
         self._classes: dict[Key, S] = {}
         self._chains: dict[Key, list[S]] = {}
         """The statistics of all prefixes of a key that was added to."""
