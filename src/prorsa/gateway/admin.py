@@ -32,7 +32,6 @@ from prorsa.report.rundir import dump_decision
 
 DECISIONS = 20
 """How many are shown unless more are asked for."""
-LAST = re.compile(r"[1-9][0-9]{0,8}")
 
 
 class Admin:
@@ -65,8 +64,8 @@ class Admin:
     async def decisions(self, request: web.Request) -> web.Response:
         self._authorise(request)
         asked = request.query.get("last", str(DECISIONS))
-        if not LAST.fullmatch(asked):
-            raise fields.wrong("last", asked, "must be a whole number from 1 on, of at most 9 digits")
+        if not re.fullmatch("[1-9][0-9]{0,8}", asked):
+            raise fields.wrong("last", asked, "must be a whole number of at least 1, and of at most 9 digits")
         last, made = int(asked), self._control.status().decisions
         decisions = [dump_decision(decision, 0) for decision in self._control.decisions[-last:]]
         for decision in decisions:

@@ -61,7 +61,7 @@ class BodyReader:
         except TimeoutError:
             raise ApiError(408, f"the request's body did not arrive within {READ_SECONDS:g} s") from None
         except web.RequestPayloadError as error:
-            raise ApiError(400, f"the body cannot be read ({error})") from error
+            raise ApiError(400, f"the body cannot be read ({' '.join(str(error).split())})") from error
         try:
             if len(data) < LARGE:
                 return json.loads(data), len(data)

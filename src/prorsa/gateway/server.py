@@ -296,7 +296,7 @@ class Gateway:
         return web.json_response({"status": "ok"})
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
-        text = self._metrics.render(self._control.status(), self.trajectories.continued)
+        text = self._metrics.render(self._control.status(), self.trajectories.continued, self.connections)
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _page(self, request: web.Request) -> web.Response:
