@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import shlex
+import subprocess
+import sys
 import threading
 import zlib
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -135,6 +139,30 @@ def test_what_fits_into_the_limit_on_open_files() -> None:
     assert "gateway.max_requests to 99 or less" in said
     with pytest.raises(ConfigError, match="raise it"):
         most_connections(limits, 64)
+
+
+def limited(code: str, *limits: str) -> subprocess.CompletedProcess[str]:
+    """Python code in a process with limits of `ulimit`."""
+    script = " && ".join((*(f"ulimit {limit}" for limit in limits), f"exec {shlex.join([sys.executable, '-c', code])}"))
+    return subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False, timeout=60.0)
+
+
+def test_the_soft_limit_on_open_files_is_raised_to_the_hard_one() -> None:
+    code = "from prorsa.engines.descriptors import *; print(raise_open_files(), resource.getrlimit(resource.RLIMIT_NOFILE))"
+    ran = limited(code, "-Sn 100", "-Hn 200")
+    assert ran.stdout == "200 (200, 200)\n", ran.stderr
+
+
+def test_a_server_with_too_few_open_files_is_refused_before_it_starts_engines(tmp_path: Path) -> None:
+    """Requests need 3 x 64 open files, the rest 256."""
+    config = Path(__file__).parents[2] / "examples" / "serve.yaml"
+    arguments = ["serve", str(config), f"run_dir={tmp_path}", "gateway.port=0", "gateway.max_requests=64"]
+    ran = limited(f"from prorsa.cli import main; raise SystemExit(main({arguments!r}))", "-Sn 100", "-Hn 447")
+    assert ran.returncode == 2
+    assert "gateway.max_requests=64: needs 448 open files" in ran.stderr
+    assert "gateway.max_requests to 63 or less" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert list(tmp_path.glob("*/engines")) == []
 
 
 # Large requests.
@@ -277,6 +305,35 @@ async def test_what_is_no_request_is_told_so_in_the_shape_of_errors(sent: bytes)
         assert head.split()[1] == "400"
         assert "cannot be read" in message(body)
         assert await reader.read() == b""
+
+
+@on_a_loop
+async def test_a_body_that_does_not_end_is_a_408_and_costs_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "READ_SECONDS", 0.2)
+    async with bench() as gateway:
+        slow = [await connected(gateway) for _ in range(3)]
+        for _, writer in slow:
+            writer.write(b"POST /generate HTTP/1.1\r\nHost: h\r\nContent-Length: 100000\r\n\r\n{")
+        assert (await gateway.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}))[0] == 200
+        for reader, _ in slow:
+            head, body = await answer(reader)
+            assert head.startswith("HTTP/1.1 408")
+            assert "did not arrive" in message(body)
+        assert gateway.metrics.in_flight == 0
+
+
+@on_a_loop
+async def test_large_bodies_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MOST_LARGE", 1)
+    monkeypatch.setattr(bodies, "READ_SECONDS", 0.3)
+    async with bench() as gateway:
+        _, writer = await connected(gateway)
+        writer.write(b"POST /generate HTTP/1.1\r\nHost: h\r\nContent-Length: 100000\r\n\r\n{")
+        await until(lambda: gateway.metrics.in_flight == 1)
+        large = {"prompt": "a", "max_tokens": 1, "user": "u" * 100_000}
+        answers = await asyncio.gather(*(gateway.post(COMPLETIONS, large) for _ in range(3)))
+        assert sorted({status for status, _ in answers}) in ([200], [200, 503])
+        assert (await gateway.post(COMPLETIONS, large))[0] == 200
 
 
 # Fields.

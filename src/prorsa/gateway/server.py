@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 5.0
 """How long connections may take to close at the end."""
+ANSWERING = 64
+"""Writing a token of an answer takes as long as reading so many bytes."""
 MOST_EVENTS = 1000
 """Of one request to /prorsa/events."""
 BACKLOG = 4096
@@ -245,7 +247,9 @@ class Gateway:
         if isinstance(outcome, ApiError):
             raise outcome
         headers = {TRAJECTORY_HEADER: running.name}
-        return web.Response(body=encoded(form.whole(outcome)), content_type="application/json", headers=headers)
+        size = ANSWERING * len(running.output.ids) + len(running.prompt_ids)
+        body = await self.work.finish(size, lambda: encoded(form.whole(outcome)))
+        return web.Response(body=body, content_type="application/json", headers=headers)
 
     async def _stream(self, request: web.Request, running: Running, form: Form) -> web.StreamResponse:
         """Begins with the first news, so that what fails before it has a status of its own."""
