@@ -15,10 +15,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from gateway_bench import PYTHON, TOKEN, Bench, babble, bench, saying, until
+from gateway_bench import PYTHON, TOKEN, Bench, babble, bench, configured, saying, until
 from test_http import ADMIN, CHAT, COMPLETIONS, QUESTION, on_a_loop
 
-from prorsa.config import ConfigError, Gateway
+from prorsa.config import ConfigError
 from prorsa.gateway import bodies, connections, trajectories, work
 from prorsa.gateway.connections import most_connections
 from prorsa.gateway.errors import ApiError
@@ -126,19 +126,19 @@ async def test_a_client_that_reads_no_answer_is_let_go() -> None:
 
 
 def test_what_fits_into_the_limit_on_open_files() -> None:
-    """256 are kept for the rest, and a request in service has three."""
-    limits = Gateway(max_requests=100, max_connections=5000)
-    assert most_connections(limits, 1024) == 1024 - 256 - 200
-    assert most_connections(limits, 100_000) == 5000
-    assert most_connections(limits, 256 + 300) == 100
+    """224 are kept for the rest, 8 for each of 4 engines, and a request in service has three."""
+    config = configured(max_requests=100, max_connections=5000)
+    assert most_connections(config, 1024) == 1024 - 256 - 200
+    assert most_connections(config, 100_000) == 5000
+    assert most_connections(config, 256 + 300) == 100
     with pytest.raises(ConfigError) as refused:
-        most_connections(limits, 255 + 300)
+        most_connections(config, 255 + 300)
     said = str(refused.value)
     assert "gateway.max_requests=100" in said
     assert "ulimit -Hn 556" in said
     assert "gateway.max_requests to 99 or less" in said
     with pytest.raises(ConfigError, match="raise it"):
-        most_connections(limits, 64)
+        most_connections(config, 64)
 
 
 def limited(code: str, *limits: str) -> subprocess.CompletedProcess[str]:
@@ -323,16 +323,18 @@ async def test_a_body_that_does_not_end_is_a_408_and_costs_nobody_else(monkeypat
 
 
 @on_a_loop
-async def test_large_bodies_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MOST_LARGE", 1)
-    monkeypatch.setattr(bodies, "READ_SECONDS", 0.3)
+async def test_bodies_take_no_more_memory_together_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MOST_BYTES", 150_000)
     async with bench() as gateway:
+        half = b"POST /generate HTTP/1.1\r\nHost: h\r\nContent-Length: 100000\r\n\r\n{" + b" " * 90_000
         _, writer = await connected(gateway)
-        writer.write(b"POST /generate HTTP/1.1\r\nHost: h\r\nContent-Length: 100000\r\n\r\n{")
-        await until(lambda: gateway.metrics.in_flight == 1)
-        large = {"prompt": "a", "max_tokens": 1, "user": "u" * 100_000}
-        answers = await asyncio.gather(*(gateway.post(COMPLETIONS, large) for _ in range(3)))
-        assert sorted({status for status, _ in answers}) in ([200], [200, 503])
+        writer.write(half)
+        await until(lambda: gateway.gateway._bodies._held == 90_001)
+        small, large = ({"prompt": "a", "max_tokens": 1, "user": "u" * size} for size in (10, 80_000))
+        assert (await gateway.post(COMPLETIONS, small))[0] == 200
+        assert (await gateway.post(COMPLETIONS, large))[0] == 503
+        writer.close()
+        await until(lambda: gateway.gateway._bodies._held == 0)
         assert (await gateway.post(COMPLETIONS, large))[0] == 200
 
 

@@ -1,6 +1,6 @@
 """Bodies of requests: read within bounds of size, time and number, and JSON objects or refused.
 
-Invariant: at most `MOST_LARGE` large bodies are in memory before they are understood, however many clients send some.
+Invariant: bodies that are being read take `MOST_BYTES` of memory at most, however many clients send some.
 """
 
 from __future__ import annotations
@@ -18,35 +18,38 @@ from prorsa.gateway.work import LARGE, LongWork
 
 READ_SECONDS = 30.0
 """How long a client may take to send its request."""
-MOST_LARGE = 64
+MOST_BYTES = 1 << 29
+"""Of all bodies that are being read."""
 MOST_VALUES = 1 << 18
 """Numbers, texts, lists and objects of a body, beside the token ids of a prompt."""
 
 
 class BodyReader:
-    """`most_ids` is the length of the longest prompt."""
-
     def __init__(self, work: LongWork, max_body_mb: int, most_ids: int) -> None:
+        """`work` reads large bodies; `most_ids` is the length of the longest prompt."""
         self._work = work
         self._max_body_mb = max_body_mb
         self._most_values = MOST_VALUES + most_ids
-        self._large = asyncio.Semaphore(MOST_LARGE)
+        self._held = 0
+        """Bytes that are in memory now."""
 
     async def json(self, request: web.Request) -> tuple[Any, int]:
         """(the body, its size in bytes). Raises `ApiError` (400, 408, 413, 503)."""
-        if (request.content_length or 0) > self._max_body_mb << 20:
-            raise self._too_large()
-        if (request.content_length or LARGE) < LARGE and not request.headers.get("Content-Encoding"):
-            return await self._read(request)
+        data = bytearray()
         try:
             async with asyncio.timeout(READ_SECONDS):
-                await self._large.acquire()
+                await self._fill(data, request)
+            if len(data) < LARGE:
+                return json.loads(data), len(data)
+            return await self._work.run(len(data), _parsed, data, self._most_values), len(data)
         except TimeoutError:
-            raise ApiError(503, "too many large requests are being read; try again later") from None
-        try:
-            return await self._read(request)
+            raise ApiError(408, f"the request's body did not arrive within {READ_SECONDS:g} s") from None
+        except web.RequestPayloadError as error:
+            raise ApiError(400, f"the body cannot be read ({' '.join(str(error).split())})") from error
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the body is not JSON ({error})") from error
         finally:
-            self._large.release()
+            self._held -= len(data)
 
     async def object(self, request: web.Request) -> tuple[dict[str, Any], int]:
         body, size = await self.json(request)
@@ -54,29 +57,17 @@ class BodyReader:
             raise ApiError(400, f"the body is a JSON {type(body).__name__}; an object is needed")
         return body, size
 
-    async def _read(self, request: web.Request) -> tuple[Any, int]:
-        try:
-            async with asyncio.timeout(READ_SECONDS):
-                data = await self._bytes(request)
-        except TimeoutError:
-            raise ApiError(408, f"the request's body did not arrive within {READ_SECONDS:g} s") from None
-        except web.RequestPayloadError as error:
-            raise ApiError(400, f"the body cannot be read ({' '.join(str(error).split())})") from error
-        try:
-            if len(data) < LARGE:
-                return json.loads(data), len(data)
-            return await self._work.run(len(data), _parsed, data, self._most_values), len(data)
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is not JSON ({error})") from error
-
-    async def _bytes(self, request: web.Request) -> bytearray:
+    async def _fill(self, data: bytearray, request: web.Request) -> None:
         """Not `request.read()`, which keeps the bytes for as long as the request lasts."""
-        data = bytearray()
+        if (request.content_length or 0) > self._max_body_mb << 20:
+            raise self._too_large()
         async for part in request.content.iter_any():
             data += part
+            self._held += len(part)
             if len(data) > self._max_body_mb << 20:
                 raise self._too_large()
-        return data
+            if self._held > MOST_BYTES:
+                raise ApiError(503, "too many large requests are being read; try again later")
 
     def _too_large(self) -> ApiError:
         remedy = f"the request is larger than gateway.max_body_mb={self._max_body_mb} allows; send less"

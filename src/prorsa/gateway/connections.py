@@ -17,13 +17,13 @@ from typing import cast
 
 from aiohttp import web
 
-from prorsa.config import ConfigError, Gateway
+from prorsa.config import Config, ConfigError
 from prorsa.gateway.errors import ApiError
 
 log = logging.getLogger(__name__)
 
-RESERVED = 256
-"""Open files for the engines' pipes, logs, recordings and whatever else is no request."""
+RESERVED, FOR_AN_ENGINE = 224, 8
+"""Open files for recordings, logs and whatever else is no request, and those for the pipes and connections of an engine."""
 FOR_A_REQUEST = 3
 """Open files of a request in service: its client, its prefill and its decode engine."""
 HEAD_SECONDS = 10.0
@@ -37,15 +37,16 @@ MOST_REFUSED = 64
 FULL = "the gateway has as many connections as it may have (gateway.max_connections); try again later"
 
 
-def most_connections(limits: Gateway, files: int) -> int:
+def most_connections(config: Config, files: int) -> int:
     """How many connections may be open where the process may have `files` open. Raises `ConfigError`."""
-    left = files - RESERVED - (FOR_A_REQUEST - 1) * limits.max_requests
+    limits, reserved = config.gateway, RESERVED + FOR_AN_ENGINE * config.cluster.instances
+    left = files - reserved - (FOR_A_REQUEST - 1) * limits.max_requests
     if left < limits.max_requests:
-        needed, fits = RESERVED + FOR_A_REQUEST * limits.max_requests, (files - RESERVED) // FOR_A_REQUEST
+        needed, fits = reserved + FOR_A_REQUEST * limits.max_requests, (files - reserved) // FOR_A_REQUEST
         lower = f", or set gateway.max_requests to {fits} or less" if fits > 0 else ""
         raise ConfigError(
             f"gateway.max_requests={limits.max_requests}: needs {needed} open files ({FOR_A_REQUEST} a request, "
-            f"{RESERVED} for the rest), and the hard limit of this process is {files}; raise it (ulimit -Hn {needed}){lower}"
+            f"{reserved} for the rest), and the hard limit of this process is {files}; raise it (ulimit -Hn {needed}){lower}"
         )
     return min(limits.max_connections, left)
 

@@ -80,8 +80,8 @@ class Served:
 @asynccontextmanager
 async def serving(config: Config, run_dir: Path) -> AsyncIterator[Served]:
     """Leaving it ends the turns in service, the trajectories, and then the engines. Raises `ConfigError`, `EngineError`."""
+    most_connections(config, raise_open_files())  # what does not fit is refused before any engine starts
     limits = config.gateway
-    most_connections(limits, raise_open_files())  # refuses what does not fit before any engine starts
     token_file = Path(limits.admin_token_file or run_dir / TOKEN_FILE)
     token, key = admin_token(token_file), api_key(limits.api_key_file)
     if key is None:

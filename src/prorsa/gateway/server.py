@@ -107,7 +107,7 @@ class Gateway:
         self._turns = Turns(control, tokenizer, self.trajectories, config.model.max_context, config.seed, self.work)
         self._admin = Admin(control, token, self._bodies)
         self._created = int(time.time())
-        self.connections = Connections(most_connections(limits, raise_open_files()), limits.write_timeout)
+        self.connections = Connections(most_connections(config, raise_open_files()), limits.write_timeout)
         self._running: set[Running] = set()
         self._stopping = False
 
