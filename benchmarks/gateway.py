@@ -122,7 +122,7 @@ async def serve(ports: Sequence[int]) -> None:
         {
             "model": {"path": str(MODEL), "max_context": 16384},
             "cluster": {"kv_tokens": 1 << 20},
-            "gateway": {"port": 0, "max_requests": 20_000, "idle_timeout": 5.0},
+            "gateway": {"port": 0, "max_requests": 4000, "idle_timeout": 5.0},
         }
     )
     metrics, live, tokenizer = Metrics(), LiveView("benchmark"), ChatTokenizer(MODEL)

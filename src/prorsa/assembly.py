@@ -17,6 +17,7 @@ from prorsa.cluster.observers import Observer
 from prorsa.cluster.router import Limits
 from prorsa.cluster.switcher import Relaunches, Restarter, SwitchLimits
 from prorsa.config import Batches, Config, ConfigError, ForecastKind, Planning, PolicyName
+from prorsa.engines.descriptors import raise_open_files
 from prorsa.engines.launcher import EmbeddedLauncher
 from prorsa.engines.protocol import SPLIT_ROLES, Engine, Role, SamplingParams
 from prorsa.engines.sglang import SGLangEngine
@@ -232,6 +233,7 @@ async def running_cluster(
     config: Config, log_dir: Path, observers: Sequence[Observer], injection: Injection | None
 ) -> AsyncIterator[ControlPlane]:
     """Engines in processes of their own and the control plane over them; leaving it ends them all."""
+    raise_open_files()
     launcher = build_launcher(config, log_dir)
     try:
         begun = asyncio.get_running_loop().time()

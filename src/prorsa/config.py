@@ -270,7 +270,10 @@ class Gateway(Section):
     max_body_mb: Positive = 8
     """Largest request, MiB."""
     max_requests: Positive = 1024
-    """Requests in service at once; one more is answered 429."""
+    """Requests in service at once; one more is answered 429. Each takes three open files."""
+    max_connections: Positive = 16384
+    """Open connections of clients at once, fewer where the limit on open files (ulimit -Hn) leaves fewer; one more is
+    answered 503."""
     request_timeout: Seconds = 600.0
     """Longest time from a request to the end of its answer."""
     write_timeout: Seconds = 30.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import types
+from array import array
 from collections import deque
 from typing import Any
 
@@ -12,10 +13,23 @@ import pytest
 from cluster_bench import Bench, ask
 from fake_engine import FakeEngine, World
 
-from prorsa.cluster import placement
-from prorsa.forecast import durations
-from prorsa.lifecycle import tracker
-from prorsa.lifecycle.events import Done, RewardStarted, Sampled, ToolStarted
+from prorsa.cluster import control, placement
+from prorsa.forecast import LifecycleForecaster, SurvivalForecaster, backoff, durations, forecaster, launches, returns
+from prorsa.forecast.forecast import Forecaster
+from prorsa.forecast.survival import groups, hazards
+from prorsa.lifecycle import Tracker, tracker
+from prorsa.lifecycle.events import (
+    DecodeStarted,
+    Done,
+    Event,
+    PrefillStarted,
+    Ready,
+    RewardStarted,
+    Sampled,
+    SandboxMode,
+    SandboxStarting,
+    ToolStarted,
+)
 from prorsa.simulation.clock import run
 
 LEFT_OUT = (
@@ -32,7 +46,7 @@ def entries(*roots: Any) -> int:
         if id(thing) in seen or isinstance(thing, LEFT_OUT):
             continue
         seen[id(thing)] = thing
-        found += len(thing) if isinstance(thing, dict | list | tuple | set | deque) else 1
+        found += len(thing) if isinstance(thing, dict | list | tuple | set | deque | array) else 1
         queue.extend(gc.get_referents(thing))
     return found
 
@@ -72,3 +86,57 @@ def test_what_is_remembered_does_not_grow_with_the_turns(monkeypatch: pytest.Mon
 
     sizes = run(main())
     assert max(sizes[1:]) < 1.05 * sizes[1], sizes
+
+
+def strangers(number: int) -> list[Event]:
+    """The events of a trajectory whose names never came before."""
+    at, name = 10.0 * number, f"t{number}"
+    return [
+        Sampled(at, name, f"g{number}", f"task{number}", 30, 0),
+        SandboxStarting(at, name, SandboxMode.COLD, f"image{number}", f"node{number}"),
+        Ready(at + 1, name, 30),
+        PrefillStarted(at + 2, name, "e0"),
+        DecodeStarted(at + 3, name, "e1"),
+        ToolStarted(at + 4, name, f"tool{number}", 40),
+        Ready(at + 5, name, 50),
+        PrefillStarted(at + 6, name, "e0"),
+        DecodeStarted(at + 7, name, "e1"),
+        RewardStarted(at + 8, name, 60),
+        Done(at + 9, name, 1.0, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    "learning", [LifecycleForecaster(None, 1000.0, decode_returns=True), SurvivalForecaster(None, 1000.0)]
+)
+def test_names_without_end_are_forgotten(learning: Forecaster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that runs for weeks sees tasks, tools and images that no other trajectory has."""
+    for module, bound in (
+        (tracker, "REMEMBERED"),
+        (backoff, "MOST_KEYS"),
+        (durations, "WINDOW"),
+        (hazards, "MOST_KEYS"),
+        (groups, "MOST_TASKS"),
+    ):
+        monkeypatch.setattr(module, bound, 20)
+    for known in (launches, returns, forecaster):
+        monkeypatch.setattr(known, "MOST_CLASSES", 20)
+    learning.__init__(None, 1000.0)  # type: ignore[misc]
+    seen, sizes = Tracker(), []
+    for number in range(1200):
+        for event in strangers(number):
+            learning.observe(seen.apply(event))
+        if number % 300 == 299:
+            made = learning.forecast(seen.snapshot(10.0 * number + 9), 5.0, ["e0"])
+            assert made.prefill_tokens >= 0.0
+            assert len(seen.snapshot(0.0).names.tasks) <= tracker.IDLE + 2
+            sizes.append(entries(learning, seen))
+    assert max(sizes[1:]) < 1.05 * sizes[1], sizes
+
+
+def test_the_last_decisions_and_flips_are_kept() -> None:
+    kept: list[int] = []
+    for number in range(5 * control.KEPT):
+        control._keep(kept, number)
+        assert kept == list(range(max(0, number + 1 - len(kept)), number + 1))
+        assert number < control.KEPT or control.KEPT <= len(kept) < 2 * control.KEPT

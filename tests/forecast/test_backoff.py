@@ -68,3 +68,25 @@ def test_resolve_asks_once_for_each_class(rows):
     statistics, which = resolve(columns, find, unknown)
     assert len(asked) == len(set(asked)) == len(set(rows))
     assert [statistics[index] for index in which] == [known[row[0]] if row[0] >= 0 else unknown for row in rows]
+
+
+def test_the_keys_that_were_used_longest_ago_are_forgotten():
+    """Of five keys, half are kept when a fifth one comes: those that were added to last."""
+    backoff = Backoff(lambda: Ema(0.1), most=4)
+    for _ in range(MIN_SAMPLES):
+        for task in "abcd":
+            backoff.add((task, "tool"), ord(task))
+    backoff.add(("a", "tool"), ord("a"))
+    backoff.add(("e", "tool"), ord("e"))
+    assert [backoff.find((task, "tool")).value for task in "ad"] == [ord("a"), ord("d")]
+    everything = backoff.find(())
+    assert everything.count == 4 * MIN_SAMPLES + 2
+    assert [backoff.find((task, "tool")) for task in "bc"] == [everything, everything]
+
+
+def test_a_class_that_is_in_use_is_never_forgotten():
+    backoff = Backoff(lambda: Ema(0.1), most=8)
+    for number in range(1000):
+        backoff.add(("known", "tool"), 7.0)
+        backoff.add((f"stranger {number}",), 1.0)
+    assert backoff.find(("known", "tool")).count == 1000

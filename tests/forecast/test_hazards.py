@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from prorsa.forecast.survival import hazards as learnt
 from prorsa.forecast.survival.hazards import HALF_LIFE, Hazards, Level
 
 FIRST = np.zeros(1, dtype=np.intp)
@@ -94,3 +95,33 @@ def test_what_began_a_half_life_ago_counts_half():
     for _ in range(1000):
         hazards.add(("task",), 100.0, late)
     assert beyond(curves_of(hazards, [("task",)], late), 10.0) > 0.98
+
+
+def test_classes_that_were_used_longest_ago_are_forgotten_and_the_rest_stays(monkeypatch):
+    """Against one that never forgets: what is kept has the same curves, what is not those of its wider class."""
+    random = np.random.default_rng(3)
+    everything, bounded = Hazards(), Hazards()
+    keys = [(f"task{number % 3}", f"tool{number}") for number in range(40)]
+    for number, key in enumerate(keys):
+        for value in random.lognormal(number % 5, 1.0, 30):
+            monkeypatch.setattr(learnt, "MOST_KEYS", 1000)
+            everything.add(key, value, 10.0)
+            monkeypatch.setattr(learnt, "MOST_KEYS", 16)
+            bounded.add(key, value, 10.0)
+    kept = [key for key in keys if key in bounded._chains]
+    assert kept == keys[-len(kept) :]
+    assert 8 <= len(kept) <= 16
+    for key in kept:
+        for hazards in (everything, bounded):
+            hazards.curves([Level([key[0]], FIRST, FIRST[:0])], np.zeros(0), np.zeros(0), 10.0)
+        ours, theirs = (row_of(hazards, key) for hazards in (bounded, everything))
+        assert ours.tolist() == theirs.tolist()
+    assert row_of(bounded, ()).tolist() == row_of(everything, ()).tolist()
+    assert len(bounded._ended) <= (learnt.BINS + 1) * (2 + 3 + 16)
+    forgotten, shared = curves_of(bounded, [("task0", "tool0")], 10.0), curves_of(bounded, [("task0", "none")], 10.0)
+    assert beyond(forgotten, 3.0) == beyond(shared, 3.0)
+
+
+def row_of(hazards, key):
+    row = hazards._chain(key)[-1]
+    return np.array(hazards._ended).reshape(-1, learnt.BINS + 1)[row]

@@ -17,6 +17,7 @@ from prorsa.gateway.asks import Ask, AskReader, Identity
 from prorsa.gateway.errors import ApiError
 from prorsa.gateway.trajectories import Trajectories
 from prorsa.gateway.turns import Running, Turns
+from prorsa.gateway.work import LongWork
 from prorsa.lifecycle import (
     UNKNOWN,
     Done,
@@ -66,11 +67,10 @@ class Front:
             ScriptedEngine("d", Role.DECODE, script, token_s),
         ]
         self.control = control_over(self.engines, self.notes)
-        self.trajectories = Trajectories(
-            self.control, TOKENIZER.encode, 512, config.gateway.tool_timeout, config.gateway.idle_timeout
-        )
+        limits, work = config.gateway, LongWork()
+        self.trajectories = Trajectories(self.control, TOKENIZER, 512, limits.tool_timeout, limits.idle_timeout, work)
         self.reader = AskReader(TOKENIZER, "arithmetic", sampling_params(config))
-        self.turns = Turns(self.control, TOKENIZER, self.trajectories, 512, config.gateway.seed)
+        self.turns = Turns(self.control, TOKENIZER, self.trajectories, 512, config.gateway.seed, work)
 
     async def take(self, ask: Ask, within: float = 1000.0) -> tuple[Running, TurnResult]:
         async with self.turns.run(ask, asyncio.get_running_loop().time() + within) as running:

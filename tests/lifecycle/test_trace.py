@@ -26,6 +26,7 @@ from prorsa.lifecycle import (
     ToolStarted,
     TraceError,
     TraceWriter,
+    codes,
     read_trace,
 )
 
@@ -187,3 +188,24 @@ def test_what_a_prompt_keeps_is_written_where_it_is_known(tmp_path: Path) -> Non
     path = write(tmp_path / "trace", events)
     assert path.read_text().splitlines()[-3:] == ['["R",0.75,0,57]', '["R",0.75,0,57,0]', '["R",0.75,0,57,9]']
     assert list(read_trace(path)) == events
+
+
+def test_names_that_are_forgotten_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read is what was written, and the writer remembers twice the bound at most."""
+    monkeypatch.setattr(codes, "REMEMBERED", 10)
+    events: list[Event] = [Sampled(0.0, "old", "g", "task", 1, 0)]
+    for number in range(200):
+        events += [
+            Sampled(1.0, f"t{number}", f"g{number}", "task", 1, 0),
+            Dropped(1.0, f"t{number}", "of no use"),
+        ]
+    events.append(Ready(2.0, "old", 5))
+    path = tmp_path / "trace"
+    with TraceWriter(path) as writer:
+        for event in events:
+            writer.write(event)
+        assert len(writer._codes._latest) + len(writer._codes._before) <= 20
+    assert list(read_trace(path)) == events
+    written = path.read_text()
+    assert written.count('"old"') == 2
+    assert written.count('"task"') == 1, "a name that goes on occurring keeps its code"

@@ -320,3 +320,18 @@ def test_the_names_of_ended_groups_are_forgotten() -> None:
         assert len(snapshot.names.groups) <= 4
         for group, version in zip(snapshot.group, snapshot.version, strict=True):
             assert snapshot.names.groups[group] == f"g{version}"
+
+
+def test_codes_of_names_that_nobody_has_are_given_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two live trajectories keep their names; of 400 others that come and go the latest `IDLE` keep theirs."""
+    tracker = tracker_after(Sampled(0.0, "a", "g", "task-a", 1, 0), Sampled(0.0, "b", "g", "task-b", 1, 0))
+    for number in range(400):
+        tracker.apply(Sampled(0.0, f"t{number}", "g", f"task{number}", 1, 0))
+        tracker.apply(SandboxStarting(0.0, f"t{number}", SandboxMode.COLD, f"image{number}", "small"))
+        tracker.apply(Dropped(0.0, f"t{number}", ""))
+    tracker.apply(Sampled(0.0, "c", "g", "task399", 1, 0))
+    snapshot = tracker.snapshot(0.0)
+    names = snapshot.names
+    assert [names.tasks[code] for code in snapshot.task] == ["task-a", "task-b", "task399"]
+    assert (len(names.tasks), len(names.images)) == (256 + 3, 256 + 1)
+    assert set(names.tasks[2:]) == {f"task{number}" for number in range(400 - 257, 400)}

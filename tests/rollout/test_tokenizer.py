@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -162,3 +163,63 @@ def test_a_template_that_refuses_is_reported(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system turn, please') }}")
     with pytest.raises(TokenizerError, match="no system turn, please"):
         ChatTokenizer(tmp_path).render(conversation("Compute 1 + 1."), TOOLS)
+
+
+def changed(directory: Path, **parts: Any) -> ChatTokenizer:
+    """The tokenizer of the arithmetic model with other steps."""
+    shutil.copytree(MODEL, directory, dirs_exist_ok=True)
+    path = directory / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | parts))
+    return ChatTokenizer(directory)
+
+
+LONGEST = 16
+"""Bytes of `</tool_response>`, the longest token of the arithmetic model."""
+TEXTS = st.text() | st.lists(
+    st.sampled_from(["</tool_response>", "<|im_end|>", "\u1112\u1161\u11ab", "e\u0301", "12", " "])
+).map("".join)
+
+
+@given(TEXTS)
+def test_no_text_has_fewer_tokens_than_the_bound_says(text: str) -> None:
+    assert CHAT.fewest_tokens(text) <= len(CHAT.encode(text))
+
+
+def test_the_bound_is_reached_by_the_longest_token() -> None:
+    assert CHAT.fewest_tokens("</tool_response>" * 7) == len(CHAT.encode("</tool_response>" * 7)) == 7
+    assert CHAT.fewest_tokens("x" * (7 * LONGEST + 1)) == 8
+    assert CHAT.fewest_tokens("") == 0
+
+
+@cache
+def composing() -> ChatTokenizer:
+    with tempfile.TemporaryDirectory() as directory:
+        return changed(Path(directory), normalizer={"type": "NFC"})
+
+
+@given(TEXTS)
+def test_a_text_that_gets_shorter_as_it_is_normalised_is_within_the_bound(text: str) -> None:
+    assert composing().fewest_tokens(text) <= len(composing().encode(text))
+    assert composing().fewest_tokens("x" * 1000 * LONGEST) == 250
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+        {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+        {
+            "pre_tokenizer": {
+                "type": "Sequence",
+                "pretokenizers": [
+                    {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False},
+                    {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+                ],
+            }
+        },
+    ],
+)
+def test_where_text_may_vanish_there_is_no_bound(parts: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer = changed(tmp_path, **parts)
+    blanks = " " * 100_000
+    assert tokenizer.fewest_tokens(blanks) == 0 <= len(tokenizer.encode(blanks))

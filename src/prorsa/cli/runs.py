@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from prorsa import commands
@@ -21,6 +22,8 @@ from prorsa.report.progress import LiveProgress
 from prorsa.report.rundir import TRACE, read_run
 
 LOG = "prorsa.log"
+LOG_BYTES, LOGS_KEPT = 128 << 20, 3
+"""Of the log of a run, and how many such are kept beside it: `prorsa serve` writes a line a request."""
 
 
 def add(subparsers: Subparsers) -> None:
@@ -92,7 +95,7 @@ def verify(parsed: argparse.Namespace) -> int:
 
 def begin(config: Config) -> Path:
     run_dir = new_run_dir(config)
-    handler = logging.FileHandler(run_dir / LOG)
+    handler = RotatingFileHandler(run_dir / LOG, maxBytes=LOG_BYTES, backupCount=LOGS_KEPT)
     handler.setFormatter(JsonFormatter() if config.gateway.log == "json" else TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     say(f"run directory {run_dir}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -111,6 +110,7 @@ class Turn:
 
     def __init__(self, request: TurnRequest, time: float, listener: Listener | None = None) -> None:
         self.request = request
+        self._stops = frozenset(request.sampling.stop_token_ids)
         self._listener = listener
         self._delivered = 0
         self._enough: int | None = None
@@ -198,15 +198,13 @@ class Turn:
             )
 
     def _valid(self, tokens: Sequence[int], room: int) -> int:
+        """How many count: up to the first stop token, and within `room`."""
         count = min(len(tokens), room)
-        for stop in self.request.sampling.stop_token_ids:
-            with suppress(ValueError):
-                count = tokens.index(stop, 0, count) + 1
-        return count
+        return next((index + 1 for index in range(count) if tokens[index] in self._stops), count)
 
     def _finish(self, told: FinishReason | None) -> FinishReason | None:
         """How the turn ended, by its own tokens or by what the engine said; None where it has to go on."""
-        if self.tokens and self.tokens[-1] in self.request.sampling.stop_token_ids:
+        if self.tokens and self.tokens[-1] in self._stops:
             return FinishReason.STOP
         if len(self.tokens) == self._enough:
             return FinishReason.STOP

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from prorsa.allocation import Policy, PrefillSpeed
 from prorsa.cluster.instances import Fleet, Instance, InstanceState
@@ -26,7 +27,10 @@ from prorsa.lifecycle import State, Tracker, Transition
 from prorsa.lifecycle.events import DecodeStarted, Event, PrefillStarted
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
+KEPT = 1000
+"""Decisions, and flips, that can be looked at afterwards; up to twice as many are in memory."""
 UPDATE_TIMEOUT = 600.0
 """Seconds that one instance may take for a weight update."""
 
@@ -54,7 +58,7 @@ class Status:
     waiting: int
     """Turns in the ready queue."""
     turns: int
-    """Finished so far; so are the next four."""
+    """Finished so far; so are the rest, but for the errors."""
     resends: int
     output_tokens: int
     decisions: int
@@ -89,7 +93,9 @@ class ControlPlane:
         flip get their role by a new process."""
         self.tracker = Tracker()
         self.decisions: list[Decision] = []
+        """The last ones; so with `flips`."""
         self.flips: list[Flip] = []
+        self._decisions = self._flips = self._failed_flips = 0
         self._engines = list(engines)
         self._forecaster = forecaster
         self._speed = speed
@@ -215,9 +221,9 @@ class ControlPlane:
             turns=self._turns,
             resends=self._resends,
             output_tokens=self._output_tokens,
-            decisions=len(self.decisions),
-            flips=sum(flip.failure is None for flip in self.flips),
-            failed_flips=sum(flip.failure is not None for flip in self.flips),
+            decisions=self._decisions,
+            flips=self._flips,
+            failed_flips=self._failed_flips,
             errors=tuple(f"{what}: {error}" for what, error in self._errors.items()),
         )
 
@@ -313,11 +319,16 @@ class ControlPlane:
         self._tell(lambda observer: observer.turn(turn))
 
     def _decided(self, decision: Decision) -> None:
-        self.decisions.append(decision)
+        self._decisions += 1
+        _keep(self.decisions, decision)
         self._tell(lambda observer: observer.decision(decision))
 
     def _flipped(self, flip: Flip) -> None:
-        self.flips.append(flip)
+        if flip.failure is None:
+            self._flips += 1
+        else:
+            self._failed_flips += 1
+        _keep(self.flips, flip)
         self._tell(lambda observer: observer.flip(flip))
 
     def _instance_changed(self, instance: Instance) -> None:
@@ -338,3 +349,10 @@ class ControlPlane:
         if what not in self._errors:
             error.add_note(f"(the first failure of: {what})")
             self._errors[what] = error
+
+
+def _keep(latest: list[T], one: T) -> None:
+    """Add one, and forget the oldest when there are too many."""
+    latest.append(one)
+    if len(latest) >= 2 * KEPT:
+        del latest[:-KEPT]

@@ -47,8 +47,16 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
+LEAST = 1e-6
+"""A lower temperature is greedy, as SGLang has it, and a lower `top_p` leaves the likeliest token as this one does: engines
+compute with 32 bits, in which much smaller numbers are 0 or make infinities."""
+MOST_K = 2**31 - 1
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
+    """Numbers are brought into the range that engines compute with, where that changes no output."""
+
     max_new_tokens: int
     temperature: float = 1.0
     """0 is greedy."""
@@ -59,6 +67,14 @@ class SamplingParams:
     """Signed, of 64 bits. With a seed, the token at an absolute position depends on the context's logits, the seed and that
     position alone, so that a resent request samples what the uninterrupted one would have. Two turns with equal contexts need
     two seeds to differ."""
+
+    def __post_init__(self) -> None:
+        if 0.0 < self.temperature < LEAST:
+            object.__setattr__(self, "temperature", 0.0)
+        if 0.0 < self.top_p < LEAST:
+            object.__setattr__(self, "top_p", LEAST)
+        if self.top_k > MOST_K:
+            object.__setattr__(self, "top_k", MOST_K)
 
 
 @dataclass(frozen=True, slots=True)

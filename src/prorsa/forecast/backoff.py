@@ -1,7 +1,8 @@
 """Statistics kept for every prefix of a conditioning key, so that a class with too few samples falls back to a wider one.
 
-Invariant: a value added under `(a, b, c)` is in the statistics of `(a, b, c)`, `(a, b)`, `(a,)` and `()`, down
-to the shortest prefix that is kept.
+Invariants: a value added under `(a, b, c)` is in the statistics of `(a, b, c)`, `(a, b)`, `(a,)` and `()`, down to the
+shortest prefix that is kept. There are at most so many keys, however many names come by: the ones that nothing was added to
+for longest are forgotten, and with them the prefixes that no other key has.
 """
 
 from __future__ import annotations
@@ -13,6 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 Key = tuple[Hashable, ...]
+K = TypeVar("K")
+T = TypeVar("T")
+
+MOST_KEYS = 16_384
+"""Of one `Backoff`; half of them are forgotten when there are more."""
 
 MIN_SAMPLES = 8
 """A class speaks for itself from this many samples on (the paper: "whenever enough samples are available")."""
@@ -30,21 +36,35 @@ class Statistic(Protocol):
 S = TypeVar("S", bound=Statistic)
 
 
+def use(known: dict[K, T], key: K, make: Callable[[K], T]) -> T:
+    """The value of a key, made where there is none. The keys are in the order in which they were last used."""
+    found = known.pop(key, None)
+    known[key] = value = make(key) if found is None else found
+    return value
+
+
+def forget_half(known: dict[K, T]) -> None:
+    """Those that were used longest ago."""
+    for key in list(known)[: len(known) // 2]:
+        del known[key]
+
+
 class Backoff(Generic[S]):
-    def __init__(self, make: Callable[[], S], widest: int = 0) -> None:
-        """`make` creates an empty statistic. No prefix shorter than `widest` is kept: those key parts always condition."""
+    def __init__(self, make: Callable[[], S], widest: int = 0, most: int | None = None) -> None:
+        """`make` creates an empty statistic. No prefix shorter than `widest` is kept: those key parts always condition. At
+        most `most` keys are kept, `MOST_KEYS` unless given."""
         self._make = make
         self._widest = widest
+        self._most = MOST_KEYS if most is None else most
         self._classes: dict[Key, S] = {}
         self._chains: dict[Key, list[S]] = {}
         """The statistics of all prefixes of a key that was added to."""
 
     def add(self, key: Key, value: float) -> None:
-        chain = self._chains.get(key)
-        if chain is None:
-            chain = self._chains[key] = [self._class(key[:length]) for length in range(self._widest, len(key) + 1)]
-        for statistic in chain:
+        for statistic in use(self._chains, key, self._chain):
             statistic.add(value)
+        if len(self._chains) > self._most:
+            self._forget()
 
     def find(self, key: Key) -> S | None:
         """The statistic of the longest prefix with `MIN_SAMPLES`, else of the widest class; None where that is empty too."""
@@ -53,6 +73,17 @@ class Backoff(Generic[S]):
             if found is not None and found.count >= MIN_SAMPLES:
                 return found
         return self._classes.get(key[: self._widest])
+
+    def _chain(self, key: Key) -> list[S]:
+        return [self._class(key[:length]) for length in range(self._widest, len(key) + 1)]
+
+    def _forget(self) -> None:
+        forget_half(self._chains)
+        self._classes = {
+            key[: self._widest + index]: statistic
+            for key, chain in self._chains.items()
+            for index, statistic in enumerate(chain)
+        }
 
     def _class(self, prefix: Key) -> S:
         found = self._classes.get(prefix)

@@ -12,6 +12,8 @@ Floats = NDArray[np.float64]
 
 WINDOW = 512
 """Samples that a class keeps; older ones are forgotten."""
+MOST_CLASSES = 2048
+"""Keys of a `Backoff` of these, which are larger than other statistics: 4 KiB each."""
 
 
 class Durations:

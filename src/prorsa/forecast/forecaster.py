@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from prorsa.forecast.admissions import PrefillTime, finish_inflight, finish_queued
 from prorsa.forecast.backoff import Backoff, Ema, load_bucket, load_buckets, resolve
 from prorsa.forecast.correction import BiasCorrection
-from prorsa.forecast.durations import Durations, Floats, Running
+from prorsa.forecast.durations import MOST_CLASSES, Durations, Floats, Running
 from prorsa.forecast.forecast import Forecast
 from prorsa.forecast.injection import Injection
 from prorsa.forecast.launches import Launches, elapsed
@@ -70,7 +70,7 @@ class LifecycleForecaster:
         """
         self.launches = Launches(injection)
         self._kv_footprint = kv_footprint
-        self._startups: Backoff[Durations] = Backoff(Durations, widest=1)
+        self._startups: Backoff[Durations] = Backoff(Durations, widest=1, most=MOST_CLASSES)
         self._delays = Durations()
         self._tools = ToolDurations()
         self._returns = DecodeReturns() if decode_returns else None

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prorsa.forecast.backoff import Backoff, Ema
-from prorsa.forecast.durations import Durations, Floats, expected_ends
+from prorsa.forecast.durations import MOST_CLASSES, Durations, Floats, expected_ends
 from prorsa.forecast.injection import Injection
 from prorsa.lifecycle import events as e
 from prorsa.lifecycle.events import SandboxMode
@@ -21,7 +21,7 @@ class Launches:
 
     def __init__(self, injection: Injection | None) -> None:
         self.injection = injection
-        self._rewards: Backoff[Durations] = Backoff(Durations)
+        self._rewards: Backoff[Durations] = Backoff(Durations, most=MOST_CLASSES)
         self._admission = Ema(FORGET, value=1.0)
         self._prewarmed_delay = Ema(FORGET)
         self._any_delay = Ema(FORGET)

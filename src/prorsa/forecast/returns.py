@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from prorsa.forecast.backoff import Backoff
-from prorsa.forecast.durations import Durations
+from prorsa.forecast.durations import MOST_CLASSES, Durations
 from prorsa.forecast.tools import MAX_TURN
 from prorsa.lifecycle import events as e
 from prorsa.lifecycle.snapshot import Transition
@@ -21,7 +21,7 @@ class DecodeReturns:
     that ends in the reward."""
 
     def __init__(self) -> None:
-        self._durations: Backoff[Durations] = Backoff(Durations)
+        self._durations: Backoff[Durations] = Backoff(Durations, most=MOST_CLASSES)
         self._decoded: dict[str, float] = {}
         """How long the trajectories now in TOOL decoded, seconds."""
 

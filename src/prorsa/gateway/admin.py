@@ -25,7 +25,7 @@ from prorsa.cluster.observers import Flip
 from prorsa.cluster.switcher import FlipRefused
 from prorsa.engines.protocol import EngineError, Role
 from prorsa.gateway import accepted, fields
-from prorsa.gateway.bodies import read_body
+from prorsa.gateway.bodies import BodyReader
 from prorsa.gateway.errors import ApiError
 from prorsa.gateway.keys import shows
 from prorsa.report.rundir import dump_decision
@@ -35,7 +35,8 @@ DECISIONS = 20
 
 
 class Admin:
-    def __init__(self, control: ControlPlane, token: str) -> None:
+    def __init__(self, control: ControlPlane, token: str, bodies: BodyReader) -> None:
+        self._bodies = bodies
         self._control = control
         self._token = token
 
@@ -65,7 +66,7 @@ class Admin:
         asked = request.query.get("last", str(DECISIONS))
         if not re.fullmatch("[1-9][0-9]{0,8}", asked):
             raise fields.wrong("last", asked, "must be a whole number of at least 1, and of at most 9 digits")
-        last, made = int(asked), len(self._control.decisions)
+        last, made = int(asked), self._control.status().decisions
         decisions = [dump_decision(decision, 0) for decision in self._control.decisions[-last:]]
         for decision in decisions:
             del decision["after_events"]  # that is of a run directory
@@ -75,7 +76,7 @@ class Admin:
 
     async def roles(self, request: web.Request) -> web.Response:
         self._authorise(request)
-        body = await read_body(request)
+        body, _ = await self._bodies.object(request)
         accepted.ROLES.check(body)
         prefill, decode, mixed = (fields.whole(body, name, 0, 0) or 0 for name in ("prefill", "decode", "mixed"))
         target, now = Allocation(prefill, decode, mixed), self._control.fleet.in_service
@@ -95,7 +96,8 @@ class Admin:
 
     async def flip(self, request: web.Request) -> web.Response:
         self._authorise(request)
-        name, body = self._named(request), await read_body(request)
+        name = self._named(request)
+        body, _ = await self._bodies.object(request)
         accepted.FLIP.check(body)
         role = fields.typed(body, "role", str, "")
         if role not in list(Role):

@@ -26,6 +26,7 @@ Kind = Literal["chat", "completions", "generate"]
 TRAJECTORY_HEADER, GROUP_HEADER, TASK_HEADER = "X-Prorsa-Trajectory", "X-Prorsa-Group", "X-Prorsa-Task"
 TASK = "agent"
 """The task of a trajectory whose client names none."""
+MOST_STOP_IDS = 1024
 _NAME = re.compile(r"[A-Za-z0-9._:/@=+-]{1,128}")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 GREEDY_BELOW = 1e-6
@@ -189,7 +190,7 @@ class AskReader:
     def _check(self, body: Json, allowed: accepted.Accepted) -> None:
         model = fields.typed(body, "model", str, self._model)
         if model != self._model:
-            raise unknown_model(model, self._model)
+            raise unknown_model(fields.short(model), self._model)
         allowed.check(body)
 
     def _sampling(self, body: Json, limit: int | None, seed: str = "seed") -> SamplingParams:
@@ -199,7 +200,7 @@ class AskReader:
         if top_k != -1 and top_k < 1:
             raise wrong("top_k", top_k, "must be at least 1, or -1 for the whole vocabulary")
         temperature = fields.number(body, "temperature", defaults.temperature, 0.0, 2.0)
-        stops = fields.token_ids(body, "stop_token_ids")
+        stops = fields.token_ids(body, "stop_token_ids", MOST_STOP_IDS)
         if not fields.typed(body, "ignore_eos", bool, False):
             stops = (*self._tokenizer.eos_ids, *stops)
         return SamplingParams(

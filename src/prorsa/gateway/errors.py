@@ -50,4 +50,5 @@ def context_full(most: int, problem: str) -> ApiError:
 
 
 def unknown_model(asked: str, served: str) -> ApiError:
-    return ApiError(404, f"model={asked!r}: this gateway serves {served!r}", "model", "model_not_found")
+    """`asked` as an error may repeat it."""
+    return ApiError(404, f"model={asked}: this gateway serves {served!r}", "model", "model_not_found")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import islice
+from reprlib import Repr
 from typing import Any, TypeVar
 
 from prorsa.gateway.errors import ApiError
@@ -11,13 +13,30 @@ from prorsa.gateway.errors import ApiError
 T = TypeVar("T")
 MOST, MOST_ID = 2**63, 2**31
 """Above any number, and any token id, that makes sense."""
+MOST_STRINGS, MOST_CHARACTERS = 32, 1024
+"""Of a field that takes strings, which are all looked for in every piece of an answer."""
 SHOWN = 80
 """Characters of a wrong value that an error repeats."""
 
 
 def wrong(param: str, value: Any, remedy: str) -> ApiError:
-    shown = repr(value)
-    return ApiError(400, f"{param}={shown[:SHOWN]}{'...' if len(shown) > SHOWN else ''}: {remedy}", param)
+    return ApiError(400, f"{param}={short(value)}: {remedy}", param)
+
+
+class _Short(Repr):
+    """Looks at no more of a value than it shows."""
+
+    maxlist = maxdict = 8
+    maxstring = SHOWN + 2
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)
+
+
+def short(value: Any) -> str:
+    """The beginning of a value of whatever size, for a message."""
+    shown = repr(value[: SHOWN + 1]) if isinstance(value, str) else _Short().repr(value)
+    return f"{shown[:SHOWN]}..." if len(shown) > SHOWN else shown
 
 
 def typed(body: Mapping[str, Any], name: str, kind: type[T], default: T) -> T:
@@ -62,15 +81,19 @@ def strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, list) or not all(isinstance(one, str) and one for one in listed):
         raise wrong(name, value, "must be a string or a list of strings, none empty")
+    if len(listed) > MOST_STRINGS or sum(map(len, listed)) > MOST_CHARACTERS:
+        raise wrong(name, value, f"must be {MOST_STRINGS} strings at most, with {MOST_CHARACTERS} characters together")
     return tuple(listed)
 
 
-def token_ids(body: Mapping[str, Any], name: str) -> tuple[int, ...]:
+def token_ids(body: Mapping[str, Any], name: str, most: int | None = None) -> tuple[int, ...]:
     value = body.get(name)
     if value is None:
         return ()
     if not is_token_ids(value):
         raise wrong(name, value, "must be a list of token ids")
+    if most is not None and len(value) > most:
+        raise wrong(name, value, f"has {len(value)} token ids, must have {most} at most")
     return tuple(value)
 
 

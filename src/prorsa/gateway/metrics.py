@@ -13,6 +13,7 @@ from prorsa.cluster.control import Status
 from prorsa.cluster.instances import InstanceState
 from prorsa.cluster.observers import Decision, Flip, TurnRecord
 from prorsa.engines.protocol import Role
+from prorsa.gateway.connections import Connections
 from prorsa.lifecycle import ENDS, Done, Ready, Sampled, State, Transition
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -124,7 +125,7 @@ class Metrics:
     def instance(self, time: float, name: str, role: Role, state: InstanceState) -> None:
         """Gauges are read off the cluster."""
 
-    def render(self, status: Status, continued: Mapping[str, int]) -> str:
+    def render(self, status: Status, continued: Mapping[str, int], connections: Connections) -> str:
         """`continued`: turns after the first, by how their trajectory was known."""
         lines: list[str] = []
         for one in vars(self).values():
@@ -132,6 +133,9 @@ class Metrics:
                 lines += [f"# HELP {one.name} {one.words}", f"# TYPE {one.name} {one.kind}", *one.lines()]
         known = {f'{{by="{how}"}}': continued.get(how, 0) for how in ("name", "prefix", "conversation")}
         lines += _family("prorsa_continued_turns_total", "counter", "Turns after the first, by how known.", known)
+        refused = {"": connections.refused}
+        lines += _family("prorsa_connections_refused_total", "counter", "Connections beyond the bound.", refused)
+        lines += _family("prorsa_connections", "gauge", "Open connections of clients.", {"": connections.open})
         for name, words, values in self._gauges(status):
             lines += _family(name, "gauge", words, values)
         return "\n".join(lines) + "\n"

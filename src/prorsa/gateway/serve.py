@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -20,7 +21,9 @@ from prorsa.assembly import build_tokenizer, checkpoint, running_cluster
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.observers import Observer
 from prorsa.config import Config, ConfigError, dump_config
+from prorsa.engines.descriptors import raise_open_files
 from prorsa.gateway.arrivals import ObservedRate
+from prorsa.gateway.connections import most_connections
 from prorsa.gateway.keys import KEY_VARIABLE, TOKEN_FILE, admin_token, api_key
 from prorsa.gateway.live import LiveView
 from prorsa.gateway.metrics import Metrics
@@ -36,6 +39,8 @@ ADDRESS = "gateway.json"
 """In the run directory: where the gateway listens, for scripts."""
 TICK = 0.0015
 """Seconds. uvloop counts whole milliseconds: a timer may be one and a half early."""
+SWITCH_SECONDS = 0.0005
+"""How long a thread with a large request may keep Python's lock while the loop waits for it, which it does at every event."""
 YOUNG_OBJECTS = 10_000
 """So many more than at the last look before the garbage collector looks again. A stream has some hundred, nearly all of which
 go by themselves when it ends: with Python's 700 a fifth of the CPU time went into looking."""
@@ -56,6 +61,7 @@ class Loop(uvloop.Loop):
 def run_server(work: Coroutine[Any, Any, None]) -> None:
     """`asyncio.run` on that loop, for a process that does nothing else."""
     gc.freeze()  # what is imported stays
+    sys.setswitchinterval(SWITCH_SECONDS)
     gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
     with asyncio.Runner(loop_factory=Loop) as runner:
         runner.run(work)
@@ -74,6 +80,7 @@ class Served:
 @asynccontextmanager
 async def serving(config: Config, run_dir: Path) -> AsyncIterator[Served]:
     """Leaving it ends the turns in service, the trajectories, and then the engines. Raises `ConfigError`, `EngineError`."""
+    most_connections(config, raise_open_files())  # what does not fit is refused before any engine starts
     limits = config.gateway
     token_file = Path(limits.admin_token_file or run_dir / TOKEN_FILE)
     token, key = admin_token(token_file), api_key(limits.api_key_file)

@@ -20,25 +20,29 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import web
 
 from prorsa.assembly import sampling_params
 from prorsa.cluster.control import ControlPlane
 from prorsa.config import Config, ConfigError
+from prorsa.engines.descriptors import raise_open_files
 from prorsa.engines.protocol import TraceHeaders
 from prorsa.gateway.admin import Admin
 from prorsa.gateway.answers import Form, encoded, form_of
 from prorsa.gateway.asks import TRAJECTORY_HEADER, Ask, AskReader, Identity, read_identity
-from prorsa.gateway.bodies import read_body, read_json
+from prorsa.gateway.bodies import BodyReader
+from prorsa.gateway.connections import Connection, Connections, most_connections
 from prorsa.gateway.errors import ApiError, unknown_model
+from prorsa.gateway.fields import short
 from prorsa.gateway.hosts import Hosts
 from prorsa.gateway.keys import shows
 from prorsa.gateway.live import LiveView
 from prorsa.gateway.metrics import CONTENT_TYPE, Metrics
 from prorsa.gateway.trajectories import Trajectories
 from prorsa.gateway.turns import Running, Turns
+from prorsa.gateway.work import LongWork
 from prorsa.rollout.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
@@ -49,8 +53,10 @@ log = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 5.0
 """How long connections may take to close at the end."""
-NEVER_WAITS = 1 << 14
-"""Bytes that a connection with an empty buffer takes at once, below asyncio's high-water mark."""
+ANSWERING = 64
+"""Writing a token of an answer takes as long as reading so many bytes."""
+MOST_EVENTS = 1000
+"""Of one request to /prorsa/events."""
 BACKLOG = 4096
 """Connections that may wait to be accepted (the system may allow fewer): agents come by the thousand, all at once."""
 ACCEPTERS = 16
@@ -81,8 +87,10 @@ class Gateway:
         """`model` is the name that clients ask for, `token` the admin's; `metrics`, `live` and `traces` are observers of
         `control`. Without an `api_key` anyone may use the engines."""
         limits = config.gateway
+        self.work = LongWork()
+        self._bodies = BodyReader(self.work, limits.max_body_mb, config.model.max_context)
         self.trajectories = Trajectories(
-            control, tokenizer.encode, config.model.max_context, limits.tool_timeout, limits.idle_timeout
+            control, tokenizer, config.model.max_context, limits.tool_timeout, limits.idle_timeout, self.work
         )
         self._control = control
         self._limits = limits
@@ -99,14 +107,15 @@ class Gateway:
             "/v1/completions": reader.completions,
             "/generate": reader.generate,
         }
-        self._turns = Turns(control, tokenizer, self.trajectories, config.model.max_context, limits.seed)
-        self._admin = Admin(control, token)
+        self._turns = Turns(control, tokenizer, self.trajectories, config.model.max_context, limits.seed, self.work)
+        self._admin = Admin(control, token, self._bodies)
         self._created = int(time.time())
+        self.connections = Connections(most_connections(config, raise_open_files()), limits.write_timeout)
         self._running: set[Running] = set()
         self._stopping = False
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=self._limits.max_body_mb << 20, middlewares=[self._answer])
+        app = web.Application(middlewares=[self._answer])
         app.add_routes(
             [
                 *(web.post(path, self._keyed(self._generating(read))) for path, read in self._readers.items()),
@@ -135,6 +144,8 @@ class Gateway:
         """Turns errors into answers, counts and logs."""
         began = asyncio.get_running_loop().time()
         traced = self._traced(request, began)
+        connection = cast(Connection, request.protocol)
+        connection.begun()
         status = 499  # the client is gone, unless something else is known
         try:
             self._hosts.check(request)
@@ -146,7 +157,12 @@ class Gateway:
         except Exception as error:
             refusal = self._failed(request, error)
             response, status = refusal.response(), refusal.status
+            if request.content.exception() is not None:
+                # Where its body ends is not known, nor where a next request begins.
+                request.content.feed_eof()
+                response.force_close()
         finally:
+            connection.answered()
             self._note(request, status, began, traced)
         return response
 
@@ -208,12 +224,15 @@ class Gateway:
     async def _generate(
         self, request: web.Request, read: Callable[[dict[str, Any], Identity], Ask]
     ) -> web.StreamResponse:
-        body = await read_body(request)
-        ask = read(body, read_identity(request.headers, body))
+        body, size = await self._bodies.object(request)
+        ask = await self.work.run(size, read, body, read_identity(request.headers, body))
+        del body  # the request may last for long
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
         async with self._turns.run(ask, deadline, request.get(TRACE, ())) as running:
             request[RUNNING] = running
             self._running.add(running)
+            if self._stopping:
+                running.cancel(ApiError(503, STOPPING))
             try:
                 form = form_of(running, self._tokenizer, self._model)
                 if ask.stream:
@@ -228,7 +247,9 @@ class Gateway:
         if isinstance(outcome, ApiError):
             raise outcome
         headers = {TRAJECTORY_HEADER: running.name}
-        return web.Response(body=encoded(form.whole(outcome)), content_type="application/json", headers=headers)
+        size = ANSWERING * len(running.output.ids) + len(running.prompt_ids)
+        body = await self.work.finish(size, lambda: encoded(form.whole(outcome)))
+        return web.Response(body=body, content_type="application/json", headers=headers)
 
     async def _stream(self, request: web.Request, running: Running, form: Form) -> web.StreamResponse:
         """Begins with the first news, so that what fails before it has a status of its own."""
@@ -246,7 +267,7 @@ class Gateway:
                 if running.output.ids and not response.prepared:
                     await response.prepare(request)
                 if piece := form.piece():
-                    await self._write(request, response, piece)
+                    await response.write(piece)
             outcome = running.outcome()
             if isinstance(outcome, ApiError):
                 raise outcome
@@ -260,7 +281,7 @@ class Gateway:
                 raise
             # Nothing but events may follow the headers.
             last = self._failed(request, error).event()
-        await self._write(request, response, last)
+        await response.write(last)
         await response.write_eof()
         return response
 
@@ -275,19 +296,6 @@ class Gateway:
         log.error("%s %s failed", request.method, request.path, exc_info=error)
         return ApiError(500, "the gateway failed; its log says how")
 
-    async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-        transport = request.transport
-        if transport is not None and transport.get_write_buffer_size() == 0 and len(data) < NEVER_WAITS:
-            await response.write(data)
-            return
-        try:
-            async with asyncio.timeout(self._limits.write_timeout):
-                await response.write(data)
-        except TimeoutError:
-            if transport is not None:
-                transport.abort()  # closing it would wait for what is still unread
-            raise ConnectionResetError(f"its client read nothing for {self._limits.write_timeout:g} s") from None
-
     # The rest.
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -296,15 +304,17 @@ class Gateway:
     async def _one_model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         if name != self._model:
-            raise unknown_model(name, self._model)
+            raise unknown_model(short(name), self._model)
         return web.json_response(self._described())
 
     def _described(self) -> dict[str, Any]:
         return {"id": self._model, "object": "model", "created": self._created, "owned_by": "prorsa"}
 
     async def _events(self, request: web.Request) -> web.Response:
-        body = await read_json(request)
+        body, _ = await self._bodies.json(request)
         listed = body if isinstance(body, list) else [body]
+        if len(listed) > MOST_EVENTS:
+            raise ApiError(413, f"{len(listed)} events are too many for one request; send {MOST_EVENTS} at most")
         told = []
         for one in listed:
             if not isinstance(one, dict):
@@ -317,7 +327,7 @@ class Gateway:
         return web.json_response({"status": "ok"})
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
-        text = self._metrics.render(self._control.status(), self.trajectories.continued)
+        text = self._metrics.render(self._control.status(), self.trajectories.continued, self.connections)
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _page(self, request: web.Request) -> web.Response:
@@ -334,17 +344,20 @@ def _endpoint(request: web.Request) -> str:
 async def listening(gateway: Gateway, host: str, port: int) -> AsyncIterator[str]:
     """Serve while the block lasts; yields the URL. Leaving it ends the turns in service. Raises `ConfigError`."""
     # A handler is cancelled when its client is gone: that is what frees the engines.
-    runner = web.AppRunner(
-        gateway.application(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS
-    )
+    runner = web.AppRunner(gateway.application(), handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS)
     await runner.setup()
+    assert runner.server is not None
+    listeners: list[asyncio.Server] = []
     try:
-        await _listen(runner, host, port)
-        bound_host, bound_port = runner.addresses[0][:2]
+        await _listen(gateway.connections.factory(runner.server, asyncio.get_running_loop()), listeners, host, port)
+        bound_host, bound_port = listeners[0].sockets[0].getsockname()[:2]
         yield f"http://{f'[{bound_host}]' if ':' in bound_host else bound_host}:{bound_port}"
     finally:
+        for listener in listeners:
+            listener.close()
         gateway.stop()
         await runner.cleanup()
+        gateway.work.close()
 
 
 async def resolved(host: str, port: int) -> list[Address]:
@@ -362,13 +375,13 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     return ConfigError(f"{problem}; choose others, or port 0 to let the system choose")
 
 
-async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
+async def _listen(connection: Callable[[], Connection], listeners: list[asyncio.Server], host: str, port: int) -> None:
     """At each address of the host. Raises `ConfigError`."""
-    addresses = await resolved(host, port)
+    loop = asyncio.get_running_loop()
     try:
-        for family, address in addresses:
+        for family, address in await resolved(host, port):
             with socket.create_server(address, family=family, backlog=BACKLOG) as listener:
                 for _ in range(ACCEPTERS):
-                    await web.SockSite(runner, listener.dup(), backlog=BACKLOG).start()
+                    listeners.append(await loop.create_server(connection, sock=listener.dup(), backlog=BACKLOG))
     except OSError as error:
         raise _cannot_listen(host, port, error) from error

@@ -17,7 +17,7 @@ import itertools
 from array import array
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from prorsa.gateway.asks import TASK, Identity, Prompt, checked_name
 from prorsa.gateway.errors import ApiError, context_full
 from prorsa.gateway.fields import wrong
 from prorsa.gateway.prefixes import PrefixIndex
+from prorsa.gateway.work import LongWork
 from prorsa.lifecycle import (
     UNKNOWN,
     Done,
@@ -42,12 +43,32 @@ from prorsa.lifecycle import (
 
 REPLY = "reply"
 """The tool of an answer without a tool call: whatever the client does before its next request."""
+MOST_KINDS = 512
+"""Kinds of replies that are remembered; the one that came longest ago goes first."""
 LATEST = 64
 """Replies of a kind that are remembered, with whether a request followed."""
 OTHER = "other"
-"""The tool of a call that names none of the request's tools: names that models make up stay out of the statistics."""
+"""The tool of a call that names none of the request's tools: names that models make up stay out of the statistics. Also the
+task of trajectories whose tasks are too many."""
+MOST_REASON = 1000
+"""Characters of the reason of a drop."""
+MOST_LIVE = 1 << 16
+"""Trajectories that may be live at once."""
+MOST_REMEMBERED = 1 << 28
+"""Bytes of contexts that are remembered, by which trajectories are known again; the one answered longest ago goes first."""
+MOST_TASKS = 256
+"""Tasks with live trajectories; those of further tasks are taken to be of the task `OTHER`."""
+ENCODING = 4
+"""Encoding a character takes as long as reading so many bytes."""
 READY_STATES = (State.SAMPLED, State.SANDBOX_STARTING, State.TOOL)
 """Where a trajectory may begin a turn."""
+
+
+class Encoder(Protocol):
+    """The part of the tokenizer that makes ids of prompts."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def fewest_tokens(self, text: str) -> int: ...
 
 
 class Lifecycle(Protocol):
@@ -86,6 +107,11 @@ class Context:
         # Whole slices are compared at once: much faster than id by id.
         return bisect_left(range(min(len(context), len(new))), True, key=lambda at: context[: at + 1] != new[: at + 1])
 
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.key) + (4 * len(self.ids) if self.ids is not None else 0)
+
 
 ReplyKind = tuple[str, bool]
 """Of an answer without a tool call: (task, whether the request offered tools)."""
@@ -98,7 +124,11 @@ class Replies:
         self._followed: dict[ReplyKind, deque[bool]] = {}
 
     def add(self, kind: ReplyKind, followed: bool) -> None:
-        self._followed.setdefault(kind, deque(maxlen=LATEST)).append(followed)
+        latest = self._followed.pop(kind, None)
+        self._followed[kind] = latest = deque(maxlen=LATEST) if latest is None else latest
+        latest.append(followed)
+        if len(self._followed) > MOST_KINDS:
+            del self._followed[next(iter(self._followed))]
 
     def likely(self, kind: ReplyKind) -> bool:
         _, offered = kind
@@ -124,6 +154,7 @@ class Trajectory:
     sampled: bool = False
     ended: bool = False
     context: Context | None = None
+    """None while a turn is in service, and where it was forgotten."""
     reply: ReplyKind | None = None
     """Of its last answer, where that was a reply of which it is not known yet whether a request follows."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -135,15 +166,18 @@ class Trajectories:
     def __init__(
         self,
         lifecycle: Lifecycle,
-        encode: Callable[[str], list[int]],
+        tokenizer: Encoder,
         max_context: int,
         tool_timeout: float,
         idle_timeout: float,
+        work: LongWork,
     ) -> None:
+        """`work` encodes long texts."""
         self.continued: Counter[str] = Counter()
         """Turns after the first, by how their trajectory was known: name, prefix or conversation."""
         self._lifecycle = lifecycle
-        self._encode = encode
+        self._tokenizer = tokenizer
+        self._work = work
         self._max_context = max_context
         self._tool_timeout = tool_timeout
         self._idle_timeout = idle_timeout
@@ -152,6 +186,12 @@ class Trajectories:
         self._texts: PrefixIndex[Trajectory] = PrefixIndex()
         self._ids: PrefixIndex[Trajectory] = PrefixIndex()
         self._conversations: dict[bytes, dict[Trajectory, None]] = {}
+        self._remembered: dict[Trajectory, int] = {}
+        """Those that wait for their client, the one that was answered first foremost, and the bytes of their contexts."""
+        self._bytes = 0
+        """Of these together."""
+        self._tasks: Counter[str] = Counter()
+        """Live trajectories of each task."""
         self._replies = Replies()
         self._numbers = itertools.count(1)
 
@@ -166,10 +206,12 @@ class Trajectories:
 
         `answered` or `failed` must follow.
         """
+        self._check_fewest(prompt)
         trajectory, how = await self._find(identity, prompt)
         try:
-            ids = self._prompt_ids(trajectory, prompt)
-            self._check(trajectory, len(ids))
+            ids = await self._prompt_ids(trajectory, prompt)
+            self._check_length(len(ids))
+            self._check_state(trajectory)
             if trajectory.reply is not None:
                 self._came_back(trajectory, trajectory.reply)
             context = trajectory.context if trajectory.sampled else None
@@ -251,7 +293,10 @@ class Trajectories:
                 self._finish(trajectory, reward, fields.typed(body, "admitted", bool, True))
                 return trajectory
             case "dropped":
-                self._drop(trajectory, fields.typed(body, "reason", str, "its client dropped it"))
+                reason = fields.typed(body, "reason", str, "its client dropped it")
+                if len(reason) > MOST_REASON:
+                    raise wrong("reason", reason, f"has {len(reason)} characters, must have {MOST_REASON} at most")
+                self._drop(trajectory, reason)
                 return trajectory
             case _:
                 known = "sampled, sandbox_starting, tool_started, reward_started, done or dropped"
@@ -313,12 +358,19 @@ class Trajectories:
         return None, ""
 
     def _new(self, identity: Identity) -> Trajectory:
+        if len(self._live) >= MOST_LIVE:
+            raise ApiError(429, f"{len(self._live)} trajectories are live; end some, or try again later")
         name = identity.name or self._free_name()
         # A name may come again once its trajectory has ended; the run tells them apart.
         trajectory_id = f"{name}#{next(self._numbers)}" if self._used(name) else name
-        trajectory = Trajectory(trajectory_id, name, identity.group or trajectory_id, identity.task or TASK)
+        trajectory = Trajectory(trajectory_id, name, identity.group or trajectory_id, self._task(identity.task or TASK))
         self._live[name] = trajectory
+        self._tasks[trajectory.task] += 1
         return trajectory
+
+    def _task(self, name: str) -> str:
+        room = MOST_TASKS + (OTHER in self._tasks)
+        return name if name in self._tasks or len(self._tasks) < room else OTHER
 
     def _free_name(self) -> str:
         """One that no client has chosen either."""
@@ -334,17 +386,28 @@ class Trajectories:
             return False
         return True
 
-    def _prompt_ids(self, trajectory: Trajectory, prompt: Prompt) -> tuple[int, ...]:
+    async def _prompt_ids(self, trajectory: Trajectory, prompt: Prompt) -> tuple[int, ...]:
         if prompt.ids is not None:
             return prompt.ids
         context, text = trajectory.context, prompt.text.encode()
         if context is not None and context.ids is not None and text.startswith(context.key):
-            return (*context.ids, *self._encode(text[len(context.key) :].decode()))
-        return tuple(self._encode(prompt.text))
+            return (*context.ids, *await self._encode(text[len(context.key) :].decode()))
+        return tuple(await self._encode(prompt.text))
 
-    def _check(self, trajectory: Trajectory, tokens: int) -> None:
+    async def _encode(self, text: str) -> list[int]:
+        return await self._work.run(ENCODING * len(text), self._tokenizer.encode, text)
+
+    def _check_fewest(self, prompt: Prompt) -> None:
+        """A prompt that cannot fit is refused before anything is done with it."""
+        fewest = self._tokenizer.fewest_tokens(prompt.text) if prompt.ids is None else len(prompt.ids)
+        self._check_length(fewest, "" if prompt.ids else "at least ")
+
+    def _check_length(self, tokens: int, bound: str = "") -> None:
         if tokens >= self._max_context:
-            raise context_full(self._max_context, f"the prompt has {tokens} tokens, and the answer needs room too")
+            problem = f"the prompt has {bound}{tokens} tokens, and the answer needs room too"
+            raise context_full(self._max_context, problem)
+
+    def _check_state(self, trajectory: Trajectory) -> None:
         expected = trajectory.told or trajectory.reply is None  # a guess that it has ended binds nobody
         if trajectory.sampled and expected and self._state(trajectory) not in (*READY_STATES, State.DECODE):
             state = self._state(trajectory).name.lower()
@@ -358,14 +421,22 @@ class Trajectories:
             self._index(context).add(context.key, trajectory)
         if context.conversation is not None:
             self._conversations.setdefault(context.conversation, {})[trajectory] = None
+        self._remembered[trajectory] = size = context.size
+        self._bytes += size
+        while self._bytes > MOST_REMEMBERED:
+            self._forget_context(next(iter(self._remembered)))
 
     def _forget(self, trajectory: Trajectory) -> None:
         if trajectory.timer is not None:
             trajectory.timer.cancel()
             trajectory.timer = None
+        self._forget_context(trajectory)
+
+    def _forget_context(self, trajectory: Trajectory) -> None:
         context, trajectory.context = trajectory.context, None
         if context is None:
             return
+        self._bytes -= self._remembered.pop(trajectory)
         if context.distinct:
             self._index(context).remove(context.key, trajectory)
         if context.conversation is not None:
@@ -426,6 +497,9 @@ class Trajectories:
     def _end(self, trajectory: Trajectory) -> None:
         self._forget(trajectory)
         trajectory.ended = True
+        self._tasks[trajectory.task] -= 1
+        if not self._tasks[trajectory.task]:
+            del self._tasks[trajectory.task]
         if self._live.get(trajectory.name) is trajectory:
             del self._live[trajectory.name]
 

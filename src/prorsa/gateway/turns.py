@@ -23,6 +23,7 @@ from prorsa.gateway.errors import ApiError
 from prorsa.gateway.output import Output
 from prorsa.gateway.toolcalls import openai_calls
 from prorsa.gateway.trajectories import OTHER, Context, Lifecycle, Trajectories, Trajectory, key_of
+from prorsa.gateway.work import LongWork
 from prorsa.rollout.tokenizer import ChatTokenizer
 from prorsa.rollout.toolcalls import Parsed, parse
 
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 SEED_BITS = 63
 """What every engine takes."""
 GONE = "its client is gone"
+MOST_NAME = 128
+"""Characters of the name of a tool that has statistics of its own."""
 
 
 class Control(Lifecycle, Protocol):
@@ -99,15 +102,22 @@ class Running:
 
 class Turns:
     def __init__(
-        self, control: Control, tokenizer: ChatTokenizer, trajectories: Trajectories, max_context: int, seed: int | None
+        self,
+        control: Control,
+        tokenizer: ChatTokenizer,
+        trajectories: Trajectories,
+        max_context: int,
+        seed: int | None,
+        work: LongWork,
     ) -> None:
-        """A request without a seed gets one by `seed`, its trajectory and the turn, or a new one where that is None. A resend
-        has the same."""
+        """`work` reads long conversations. A request without a seed gets one by `seed`, its trajectory and the turn, or a
+        new one where that is None. A resend has the same."""
         self._control = control
         self._tokenizer = tokenizer
         self._trajectories = trajectories
         self._max_context = max_context
         self._seed = seed
+        self._work = work
 
     @asynccontextmanager
     async def run(self, ask: Ask, deadline: float, trace: TraceHeaders = ()) -> AsyncIterator[Running]:
@@ -145,7 +155,8 @@ class Turns:
 
     async def _serve(self, running: Running, trajectory: Trajectory, request: TurnRequest) -> TurnResult:
         result = await self._control.generate(request, running.output)
-        context, tool = self._context(running, result.token_ids), self._tool(running)
+        context = await self._work.finish(len(running.ask.prompt.text), self._context, running, result.token_ids)
+        tool = self._tool(running)
         running.settled = True
         tokens = len(running.prompt_ids) + len(result.token_ids)
         self._trajectories.answered(trajectory, tokens, context, tool, running.ask.calls)
@@ -175,7 +186,8 @@ class Turns:
         calls = running.parsed().calls
         if not calls:
             return None
-        return calls[0].name if calls[0].name in running.ask.tools else OTHER
+        name = calls[0].name
+        return name if name in running.ask.tools and len(name) <= MOST_NAME else OTHER
 
     def _context(self, running: Running, output: Sequence[int]) -> Context:
         """What a request that continues this turn starts with: all that its client has seen.

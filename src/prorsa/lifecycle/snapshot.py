@@ -21,7 +21,8 @@ MODES = (SandboxMode.PREWARMED, SandboxMode.COLD)
 class Names:
     """What the integer codes of a snapshot stand for: `tasks[code]` is the name.
 
-    A code stands for the same name as long as the run lasts; that of a group only while one of its trajectories is live.
+    A code stands for the same name as long as a live trajectory has it; in another snapshot it may stand for another one,
+    that of an instance excepted.
     """
 
     groups: tuple[str, ...]

@@ -8,7 +8,8 @@ Format, version 1 (UTF-8 text):
 
 The kinds are the letters of `KINDS`. Times are exact (the shortest decimal that gives the same float). A name is a string
 where it occurs for the first time in the file, which gives it the next code from 0, and that code from then on: in the
-second event above, 0 is "t-1". `Ready.kept` is left out where it is UNKNOWN. A line counts once its newline is there.
+second event above, 0 is "t-1". A name that has not occurred for long may be a string again, with a new code from then on.
+`Ready.kept` is left out where it is UNKNOWN. A line counts once its newline is there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self, get_type_hints
 
 from prorsa.lifecycle import events as e
+from prorsa.lifecycle.codes import NameCodes
 
 MARK = "prorsa-trace"
 VERSION = 1
@@ -67,7 +69,7 @@ class TraceWriter:
 
     def __init__(self, path: str | Path) -> None:
         self._file = open(path, "x", encoding="utf-8", buffering=1)  # noqa: SIM115 - line-buffered, closed by close()
-        self._codes: dict[str, int] = {}
+        self._codes = NameCodes()
         self._file.write(f"{MARK} {VERSION}\n")
 
     def write(self, event: e.Event) -> None:
@@ -96,7 +98,7 @@ class TraceWriter:
         code = self._codes.get(name)
         if code is not None:
             return code
-        self._codes[name] = len(self._codes)
+        self._codes.add(name)
         return name
 
 

@@ -21,6 +21,9 @@ from prorsa.lifecycle.states import LIVE, TRANSITIONS, State
 REMEMBERED = 65_536
 """Ended trajectories whose last state is still known, so that a late event is refused by its name: about 10 MB."""
 
+IDLE = 256
+"""Names of tasks, tools, images and node classes that keep their code while no live trajectory has them."""
+
 _COLUMNS = {
     "state": "b",
     "since": "d",
@@ -52,6 +55,8 @@ _NAMED = {
     "node_class": "node_classes",
 }
 """The columns that hold codes, and the field of `Names` that each is decoded with."""
+_HELD = frozenset(("tool", "image", "node_class"))
+"""Of the columns that belong to some states, those whose names come from outside, without end."""
 _TRANSIENT: dict[State, tuple[str, ...]] = {
     State.SANDBOX_STARTING: ("mode", "image", "node_class"),
     State.PREFILL: ("instance",),
@@ -76,11 +81,17 @@ class IllegalTransition(Exception):
 
 
 class _Codes:
-    """Names to small integers and back. A code is never reused unless it is released."""
+    """Names to small integers and back. A code stands for its name while somebody holds it, and beyond that until so many
+    others were let go after it; then a new name may get it. One that nobody ever held is not reused."""
 
-    def __init__(self, names: Sequence[str] = ()) -> None:
+    def __init__(self, names: Sequence[str] = (), idle: int = IDLE) -> None:
+        """`idle` names keep their codes while nobody holds them."""
         self._codes = {name: code for code, name in enumerate(names)}
         self._names = list(names)
+        self._most_idle = idle
+        self._holders = [0] * len(names)
+        self._idle: dict[int, None] = {}
+        """In the order in which they were let go."""
         self._released: list[int] = []
         self._picture: tuple[str, ...] | None = None
 
@@ -96,10 +107,23 @@ class _Codes:
             self._picture = tuple(self._names)
         return self._picture
 
-    def release(self, code: int) -> None:
-        """Nothing has the code any more: the next new name gets it."""
-        del self._codes[self._names[code]]
-        self._released.append(code)
+    def hold(self, name: str) -> int:
+        """The code of a name, until `let` is called as often."""
+        code = self.code(name)
+        self._holders[code] += 1
+        self._idle.pop(code, None)
+        return code
+
+    def let(self, code: int) -> None:
+        self._holders[code] -= 1
+        if self._holders[code]:
+            return
+        self._idle[code] = None
+        if len(self._idle) > self._most_idle:
+            oldest = next(iter(self._idle))
+            del self._idle[oldest]
+            del self._codes[self._names[oldest]]
+            self._released.append(oldest)
 
     def _new(self, name: str) -> int:
         self._picture = None
@@ -109,6 +133,7 @@ class _Codes:
         else:
             code = len(self._names)
             self._names.append(name)
+            self._holders.append(0)
         self._codes[name] = code
         return code
 
@@ -122,9 +147,7 @@ class Tracker:
         self._ended: OrderedDict[str, State] = OrderedDict()
         self._counts = {state: 0 for state in State if state in LIVE}
         self._entries = 0
-        self._codes = {name: _Codes() for name in _NAMED} | {"mode": _Codes(MODES)}
-        self._members: dict[int, int] = {}
-        """Live trajectories by the code of their group, which is released with the last of them."""
+        self._codes = {name: _Codes() for name in _NAMED} | {"group": _Codes(idle=0), "mode": _Codes(MODES)}
         self._columns: dict[str, array[Any]] = {name: array(code) for name, code in _COLUMNS.items()}
 
     def __len__(self) -> int:
@@ -169,6 +192,8 @@ class Tracker:
             **{name: self._name(name, row) for name in transient},
         )
         for name in transient:
+            if name in _HELD:
+                self._codes[name].let(columns[name][row])
             columns[name][row] = NONE
         self._counts[before] -= 1
         if before is State.DECODE and after in _TURN_ENDS:
@@ -225,8 +250,8 @@ class Tracker:
         columns["turn"][row] = 0
         columns["version"][row] = event.version
         columns["order"][row] = NONE
-        columns["group"][row] = self._join(event.group)
-        columns["task"][row] = self._codes["task"].code(event.task)
+        columns["group"][row] = self._codes["group"].hold(event.group)
+        columns["task"][row] = self._codes["task"].hold(event.task)
         columns["sampled_at"][row] = event.time
         self._enter(row, State.SAMPLED, event, event.prompt_tokens)
         return Transition(
@@ -254,8 +279,8 @@ class Tracker:
         match event:
             case e.SandboxStarting():
                 columns["mode"][row] = self._codes["mode"].code(event.mode)
-                columns["image"][row] = self._codes["image"].code(event.image)
-                columns["node_class"][row] = self._codes["node_class"].code(event.node_class)
+                columns["image"][row] = self._codes["image"].hold(event.image)
+                columns["node_class"][row] = self._codes["node_class"].hold(event.node_class)
                 columns["concurrency"][row] = self._counts[state]
             case e.Ready() | e.Requeued():
                 if isinstance(event, e.Ready):
@@ -266,22 +291,11 @@ class Tracker:
             case e.PrefillStarted() | e.DecodeStarted():
                 columns["instance"][row] = self._codes["instance"].code(event.instance)
             case e.ToolStarted():
-                columns["tool"][row] = self._codes["tool"].code(event.tool)
+                columns["tool"][row] = self._codes["tool"].hold(event.tool)
                 columns["concurrency"][row] = self._counts[state]
 
     def _name(self, column: str, row: int) -> str:
         return self._codes[column].name(self._columns[column][row])
-
-    def _join(self, group: str) -> int:
-        code = self._codes["group"].code(group)
-        self._members[code] = self._members.get(code, 0) + 1
-        return code
-
-    def _leave(self, group: int) -> None:
-        self._members[group] -= 1
-        if not self._members[group]:
-            del self._members[group]
-            self._codes["group"].release(group)
 
     def _append(self, trajectory: str) -> int:
         row = len(self._ids)
@@ -292,7 +306,8 @@ class Tracker:
         return row
 
     def _remove(self, trajectory: str, row: int, state: State) -> None:
-        self._leave(self._columns["group"][row])
+        for name in ("group", "task"):
+            self._codes[name].let(self._columns[name][row])
         for column in self._columns.values():
             last = column.pop()
             if row < len(column):

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from prorsa.rollout.tasks.base import Message
+from prorsa.rollout.token_bytes import most_bytes
 
 _MARK = "\x00assistant\x00"
 _CONTINUE = "\x00continue\x00 "
@@ -51,13 +52,19 @@ class ChatTokenizer:
         """Variables that the template reads beside the conversation, such as `enable_thinking`."""
         self.size: int = self._tokenizer.get_vocab_size()
         """Tokens of the vocabulary, special ones included."""
+        self._most_bytes = most_bytes(self._tokenizer)
         self.eos_ids = self._eos_ids(directory)
         """The tokens that end a turn, the end-of-turn token first."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; special tokens that it spells out become themselves, none are added."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # Unlike `encode` this lets other threads run, and keeps no offsets.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that `encode` gives at least, found without encoding; 0 where the vocabulary has no bound."""
+        return 0 if self._most_bytes is None else -(-len(text.encode()) // self._most_bytes)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. The tags of tool calls are kept in either case."""

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prorsa.forecast.backoff import Ema
+from prorsa.forecast.backoff import Ema, forget_half, use
 from prorsa.forecast.durations import Floats
 
+T = TypeVar("T")
 FORGET = 1 / 4096
 """Weight of the newest value in a variance, and in a mean; a plain mean before the 4096th."""
 DOUBT = 256
@@ -30,8 +32,18 @@ MOST = 0.999
 """No turn is sure to be the last."""
 LITTLE = 0.02
 """Groups whose part of the variance is smaller are taken to have nothing in common."""
+MOST_TASKS = 1024
+"""That statistics are kept of: 2 KiB each."""
 FRAILTY = 1.0
 """Shape (and rate) of the gamma distribution that the groups' inclination to end is taken to have."""
+
+
+def _known(tasks: dict[str, T], task: str, make: Callable[[str], T]) -> T:
+    """What is known of a task, of which half are forgotten when there are more than `MOST_TASKS`."""
+    value = use(tasks, task, make)
+    if len(tasks) > MOST_TASKS:
+        forget_half(tasks)
+    return value
 
 
 class Groups:
@@ -81,9 +93,7 @@ class GroupLengths:
 
     def add(self, kind: str, group: int, value: float) -> float:
         """A value of the class `kind`. Returns the factor that stood for the group before."""
-        mean = self._classes.get(kind)
-        if mean is None:
-            mean = self._classes[kind] = Ema(FORGET)
+        mean = _known(self._classes, kind, lambda _: Ema(FORGET))
         logarithm = math.log(max(value, 1e-9))
         count, total = self._counts[group], self._totals[group]
         shift = self._shift(count, total)
@@ -160,9 +170,7 @@ class Endings:
 
     def add(self, task: str, group: int, turn: int, last: bool) -> None:
         """Turn `turn`, counted from 0, of a trajectory has ended."""
-        counts = self._tasks.get(task)
-        if counts is None:
-            counts = self._tasks[task] = _Task()
+        counts = _known(self._tasks, task, lambda _: _Task())
         ended, expected = self._ended[group], self._expected[group]
         inclination = (FRAILTY + ended) / (FRAILTY + expected)
         counts.all_turns += 1.0

@@ -24,7 +24,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from prorsa.forecast.backoff import Key
+from prorsa.forecast.backoff import Key, forget_half, use
 from prorsa.forecast.durations import Floats
 
 Indices = NDArray[np.intp]
@@ -49,6 +49,8 @@ PRIOR = 1.0
 PRIOR_HAZARD = 1.0 - 2.0 ** (-2.0 / OCTAVE)
 WIDEST = 1
 """The row of the class that all others lie in."""
+MOST_KEYS = 4096
+"""When there are more, the half of them that nothing was added to for longest is forgotten: 800 bytes each."""
 BLOCK = 512
 """Operations that are worked out in one go: what that takes stays in a fast cache, and on pages that are there already."""
 
@@ -80,13 +82,13 @@ class Hazards:
 
     def add(self, key: Key, value: float, began: float) -> None:
         """What began at `began` came to its end with `value`; infinite where it never will."""
-        chain = self._chains.get(key)
-        if chain is None:
-            chain = self._chains[key] = self._chain(key)
+        chain = use(self._chains, key, self._chain)
         cell = BINS if value == math.inf else bin_of(value)
         ended, weight = self._ended, self._weight(began)
         for row in chain:
             ended[row * (BINS + 1) + cell] += weight
+        if len(self._chains) > MOST_KEYS:
+            self._forget()
 
     def weights(self, began: Floats, time: float) -> Floats:
         """What operations count at `time` that began then."""
@@ -125,6 +127,17 @@ class Hazards:
             around = first
         whole = Curves.of(hazards)
         return [whole.part(*bounds) for bounds in pairwise(firsts)]
+
+    def _forget(self) -> None:
+        """Half of the keys, and the rows that no other one has."""
+        forget_half(self._chains)
+        chains, rows = self._chains, np.array(self._ended).reshape(-1, BINS + 1)
+        self._inner, self._ended = [{}, {}], self._ended[: 2 * (BINS + 1)]
+        self._chains = {key: self._chain(key) for key in chains}
+        kept = np.zeros((len(self._inner), BINS + 1))
+        for key, chain in self._chains.items():
+            kept[list(chain)] = rows[list(chains[key])]
+        self._ended = array("d", kept.ravel())
 
     def _chain(self, key: Key) -> tuple[int, ...]:
         """The rows of all classes that the key is in, the widest first. They are made where they are not there."""
