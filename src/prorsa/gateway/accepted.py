@@ -138,6 +138,40 @@ GENERATE = Accepted(
 SAMPLING_PARAMS = Accepted(
     _SAMPLING | {"max_new_tokens", "sampling_seed"}, _ONLY_SAMPLING, frozenset({"spaces_between_special_tokens"})
 )
+RESPONSES = Accepted(
+    frozenset(
+        [
+            "model",
+            "input",
+            "instructions",
+            "max_output_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "seed",
+            "stop",
+            "stop_token_ids",
+            "ignore_eos",
+            "skip_special_tokens",
+            "stream",
+            "tools",
+            "tool_choice",
+            "parallel_tool_calls",
+            "reasoning",
+            "chat_template_kwargs",
+            "prorsa",
+        ]
+    ),
+    {
+        "background": (False,),
+        "text": ({"format": {"type": "text"}}, {}),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    },
+    # `include` asks for parts of hosted tools and of reasoning, which no answer has.
+    _PASSED | {"include", "stream_options", "prompt_cache_options"},
+)
+REASONING = Accepted(frozenset({"effort"}), {}, frozenset({"summary"}))
 STREAM_OPTIONS = Accepted(
     frozenset({"include_usage"}), {"continuous_usage_stats": (False,)}, frozenset({"include_obfuscation"})
 )

@@ -10,6 +10,8 @@ import msgspec
 
 from prorsa.cluster.turns import TurnResult
 from prorsa.engines.protocol import FinishReason
+from prorsa.gateway.errors import ApiError
+from prorsa.gateway.response_form import ResponsesForm
 from prorsa.gateway.toolcalls import openai_calls
 from prorsa.gateway.turns import Running
 from prorsa.rollout.tokenizer import ChatTokenizer
@@ -29,6 +31,10 @@ class Form(Protocol):
 
     def end(self, result: TurnResult) -> bytes:
         """The events that end the stream, with whatever was still held back."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The event that ends a stream which has begun and cannot go on."""
         ...
 
     def whole(self, result: TurnResult) -> Json: ...
@@ -95,6 +101,9 @@ class OpenAI:
         self._chunk = "chat.completion.chunk" if chat else "text_completion"
         self._ids_given = 0
         self._head = b"data: " + encoded(self._frame(self._chunk))[:-1] + b',"choices":['
+
+    def failed(self, error: ApiError) -> bytes:
+        return error.event()
 
     def _frame(self, kind: str) -> Json:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
@@ -212,6 +221,9 @@ class GenerateForm:
     def end(self, result: TurnResult) -> bytes:
         return event(self.whole(result)) + DONE
 
+    def failed(self, error: ApiError) -> bytes:
+        return error.event()
+
     def whole(self, result: TurnResult) -> Json:
         return self._state(self._running.output.text, result)
 
@@ -240,6 +252,8 @@ class GenerateForm:
 
 
 def form_of(running: Running, tokenizer: ChatTokenizer, model: str) -> Form:
+    if running.ask.response_to is not None:
+        return ResponsesForm(running, model)
     match running.ask.kind:
         case "chat":
             return ChatForm(running, tokenizer, model)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from prorsa.engines.protocol import SamplingParams
 from prorsa.gateway import accepted, fields
 from prorsa.gateway.errors import ApiError, unknown_model
 from prorsa.gateway.fields import wrong
+from prorsa.gateway.responses import chat_of
 from prorsa.rollout import toolcalls
 from prorsa.rollout.tasks.base import Message
 from prorsa.rollout.tokenizer import ChatTokenizer, TokenizerError
@@ -75,6 +76,8 @@ class Ask:
     """Whether special tokens are part of the text."""
     keep_stop: bool = False
     """Whether what ends the turn is part of the text."""
+    response_to: Json | None = None
+    """The body of `/v1/responses` that asked for it, of whose settings the answer tells."""
 
 
 class AskReader:
@@ -112,6 +115,9 @@ class AskReader:
             messages=messages if answers else (),
             **_common(body),
         )
+
+    def responses(self, body: Json, identity: Identity) -> Ask:
+        return replace(self.chat(chat_of(body), identity), response_to=body)
 
     def _rendered(self, body: Json, messages: tuple[Message, ...], tools: list[Any]) -> tuple[str, bool]:
         """The prompt, and whether its answer is a message of its own."""

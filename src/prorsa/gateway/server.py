@@ -1,6 +1,6 @@
 """The HTTP server in front of the control plane: any agent framework can point at it.
 
-    POST /v1/chat/completions, /v1/completions   OpenAI's, streaming and not
+    POST /v1/chat/completions, /v1/completions, /v1/responses   OpenAI's, streaming and not
     GET  /v1/models
     POST /generate                               SGLang's, with token ids
     POST /prorsa/events                          what a framework knows better than the gateway can guess
@@ -105,6 +105,7 @@ class Gateway:
         self._readers = {
             "/v1/chat/completions": reader.chat,
             "/v1/completions": reader.completions,
+            "/v1/responses": reader.responses,
             "/generate": reader.generate,
         }
         self._turns = Turns(control, tokenizer, self.trajectories, config.model.max_context, limits.seed, self.work)
@@ -280,7 +281,7 @@ class Gateway:
             if not response.prepared:
                 raise
             # Nothing but events may follow the headers.
-            last = self._failed(request, error).event()
+            last = form.failed(self._failed(request, error))
         await response.write(last)
         await response.write_eof()
         return response
