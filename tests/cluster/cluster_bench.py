@@ -66,6 +66,7 @@ class Cluster:
         return int(snapshot.tokens[snapshot.ids.index(trajectory)])
 
     def check_nothing_left(self) -> None:
+        assert self.world.wrong == []
         assert self.router.live == 0
         assert self.router.waiting == 0
         assert {name: list(engine.legs) for name, engine in self.engines.items() if engine.legs} == {}
@@ -190,6 +191,7 @@ class Bench:
         )
 
     def check_nothing_left(self) -> None:
+        assert self.world.wrong == []
         assert (self.control.router.live, self.control.router.waiting) == (0, 0)
         engines = [*self.engines.values(), *self.restarter.engines.values()]
         assert [(engine.name, list(engine.legs)) for engine in engines if engine.legs] == []

@@ -97,7 +97,11 @@ class Run:
         await control.record(Sampled(now(), name, group="g", task="t", version=control.version))
         for turn in range(TURNS):
             request = ask(name, 10 + 7 * number % 50, turn, tuple(context))
-            result: TurnResult = await control.generate(request)
+            try:
+                result: TurnResult = await control.generate(request)
+            finally:
+                # Finished or cancelled: when its caller hears of it, no engine has any of it.
+                assert self.bench.world.live(f"{name}.{turn}") == []
             check_equals_reference(request, result)
             assert list(result.versions) == sorted(result.versions)
             self.turns += 1
