@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -306,6 +306,6 @@ def _one(candidates: list[T], chance: random.Random) -> T | None:
     return chance.choice(candidates) if candidates else None
 
 
-def _later(seconds: float | None, act: Any) -> None:
+def _later(seconds: float | None, act: Callable[[], None]) -> None:
     if seconds is not None:
         asyncio.get_running_loop().call_later(seconds, act)

@@ -93,12 +93,14 @@ class Handover:
     goes on. It ends on both sides: when all has arrived, or as soon as one side is gone.
     """
 
-    __slots__ = ("arrival", "broken", "decode", "links", "moved", "open_at", "prefill", "room")
+    __slots__ = ("arrival", "broken", "decode", "late_s", "links", "moved", "open_at", "prefill", "room")
 
     def __init__(self, links: Links | None = None) -> None:
         self.links = links
         self.open_at = 0.0
         """When the link that its tokens wait for is there again."""
+        self.late_s = 0.0
+        """How long what has waited for that takes then."""
         self.prefill: tuple[Core, Job] | None = None
         self.decode: tuple[Core, Job] | None = None
         """The legs that have come."""
@@ -143,9 +145,10 @@ class Handover:
         for rank in (sent.rank, received.rank):
             rank.link_busy = max(rank.link_busy, now) + seconds
         self.arrival = max(sent.rank.link_busy, received.rank.link_busy)
-        if self.links is not None:
-            self.open_at = max(self.open_at, self.links.open_at(source.name, target.name))
-            self.arrival = max(self.arrival, self.open_at + seconds)
+        if self.links is not None and (open_at := self.links.open_at(source.name, target.name)) > now:
+            self.open_at = open_at
+            self.late_s += seconds
+        self.arrival = max(self.arrival, self.open_at + self.late_s)
         source.statistics.moved_tokens += tokens
         self.moved += tokens
         if sent.done == sent.prompt:
