@@ -28,6 +28,13 @@ COPIED = ("src", "tests", "scripts", "examples", "docs", "models", "pyproject.to
 TIME_BOUND = 300.0
 """Seconds for the tests of one mutation."""
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*)?(?: - .*)?$", re.MULTILINE)
+UNSHRUNK = """
+from hypothesis import Phase, settings
+
+settings.register_profile("unshrunk", phases=[Phase.explicit, Phase.generate])
+settings.load_profile("unshrunk")
+"""
+"""A plugin of pytest: that an example fails is enough, a smaller one takes minutes to look for."""
 PASSES, FAILS = 0, 1
 """What pytest exits with; anything else says nothing of the mutation."""
 
@@ -375,8 +382,9 @@ def make(edits: Iterable[Edit], tree: Path) -> None:
 def failures(tree: Path, tests: Sequence[str]) -> tuple[str, ...]:
     """The tests that fail in `tree`, a few of them at most. Raises `Unusable` where they could not be run to an end."""
     command = [sys.executable, "-m", "pytest", *tests, "-q", "-rfE", "--tb=no", "--maxfail=3", "-p", "no:cacheprovider"]
-    command += ["--hypothesis-seed=0"]
-    environment = os.environ | {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    command += ["-p", "unshrunk", "--hypothesis-seed=0"]
+    (tree / "unshrunk.py").write_text(UNSHRUNK, encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": f"{tree / 'src'}:{tree}", "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         run = subprocess.run(
             command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIME_BOUND, check=False

@@ -109,11 +109,13 @@ class World:
         if rid is not None:
             self._cancelled.setdefault(rid, asyncio.get_running_loop().time())
 
-    def leg_ends(self, engine: str, rid: str) -> None:
-        """A cancel reaches both sides: no leg may live on, unaborted, after its attempt was cancelled on the other one."""
+    def leg_ends(self, engine: str, rid: str, closed: bool) -> None:
+        """A cancel reaches both sides: where an attempt was aborted on one, no leg on the other may go on without an abort,
+        or be `closed` without one by who reads it."""
         self._attempts[rid.rpartition(".")[0]].remove(rid)
         cancelled = self._cancelled.get(rid, math.inf)
-        if cancelled < asyncio.get_running_loop().time() and not {(engine, rid), (engine, None)} & set(self.aborts):
+        late = cancelled < asyncio.get_running_loop().time()
+        if (late or (closed and cancelled < math.inf)) and not {(engine, rid), (engine, None)} & set(self.aborts):
             self.wrong.append(f"{rid} was aborted at {cancelled} s, but not on {engine}")
 
     def live(self, turn: str) -> list[str]:
@@ -191,16 +193,19 @@ class FakeEngine:
         self.world.leg_starts(request)
         leg = self.legs[request.rid] = Leg(request.rid)
         self.served.append(request)
+        closed = True
         try:
             stream = self._prefill if self.role is Role.PREFILL else self._decode
             async for chunk in stream(request, leg):
+                closed = chunk.finish is None
                 yield chunk
         except Broken:
+            closed = False
             raise EngineGone(f"engine {self.name}: asked {request.rid}; the stream broke off") from None
         finally:
             leg.interrupt.cancel()
             self.legs.pop(request.rid, None)
-            self.world.leg_ends(self.name, request.rid)
+            self.world.leg_ends(self.name, request.rid, closed and not self.hung)
 
     async def _prefill(self, request: GenerateRequest, leg: Leg) -> AsyncIterator[Chunk]:
         assert request.bootstrap is not None
