@@ -43,7 +43,7 @@ ROUTER, SWITCHER = "tests/cluster/test_router.py", "tests/cluster/test_switcher.
 MANAGER, CONTROL = "tests/cluster/test_manager.py", "tests/cluster/test_control.py"
 CORE, PROCESSES = "tests/engines/test_core.py", "tests/engines/test_embedded_processes.py"
 CONTROLLER, EPISODE = "tests/rollout/test_controller.py", "tests/rollout/test_episode.py"
-SOLVER, SANDBOXES = "tests/allocation/test_solver.py", "tests/rollout/test_sandboxes.py"
+SOLVER = "tests/allocation/test_solver.py"
 TOKENIZER, SIMULATED = "tests/rollout/test_tokenizer.py", "tests/simulation/test_cluster_sim.py"
 
 
@@ -174,6 +174,16 @@ MUTATIONS = (
         SIMULATED,
     ),
     mutation(
+        "dead-keeps-requests",
+        6,
+        "what a dead instance served is not sent again",
+        "cluster/router.py",
+        "        for rid in rids:\n            self._end(self._live[rid], End.FAILED",
+        "        for rid in rids[:0]:\n            self._end(self._live[rid], End.FAILED",
+        ROUTER,
+        RANDOM_FAULTS,
+    ),
+    mutation(
         "never-buried",
         6,
         "the health watch buries nobody",
@@ -226,6 +236,15 @@ MUTATIONS = (
         "if False and reported is not role:",
         SWITCHER,
         MANAGER,
+    ),
+    mutation(
+        "flip-before-idle",
+        7,
+        "an engine is flipped without waiting until it is idle",
+        "cluster/switcher.py",
+        "                await self._wait_idle(instance)\n",
+        "",
+        SWITCHER,
     ),
     mutation(
         "over-budget",
@@ -320,8 +339,7 @@ MUTATIONS = (
         "rollout/sandboxes/pool.py",
         "        finally:\n            sandbox.close()\n",
         "        finally:\n            pass\n",
-        f"{SANDBOXES}::test_a_cancellation_leaves_no_sandbox",
-        f"{SANDBOXES}::test_a_prewarmed_sandbox_is_there_at_once_and_is_replaced",
+        "tests/rollout/test_sandbox_ends.py",
     ),
     mutation(
         "tool-turn-boundary",
@@ -334,9 +352,9 @@ MUTATIONS = (
         EPISODE,
     ),
     mutation(
-        "decoded-and-encoded",
+        "other-token",
         12,
-        "what was generated is decoded and encoded again",
+        "the last token of a turn is kept as another one than was generated",
         "rollout/episode.py",
         "transcript.add_turn(result)\n",
         "transcript.add_turn(replace(result, token_ids=(*result.token_ids[:-1], result.token_ids[-1] ^ 1)))\n",
