@@ -44,6 +44,7 @@ class Cluster:
             counts[letter] += 1
             self.engines[name] = FakeEngine(name, self.world, ROLES[letter], **engine)
             self.fleet.add(Instance(self.engines[name], ROLES[letter], self.engines[name].capacity))
+        self.world.given_up = lambda name: self.fleet[name].state is InstanceState.DEAD
 
     def apply(self, event: Event) -> None:
         self.tracker.apply(event)
@@ -170,6 +171,7 @@ class Bench:
             switch_limits=SwitchLimits(idle_timeout=3.0, flip_timeout=5.0, canary_timeout=canary_timeout),
             health_limits=HealthLimits(interval=1.0, timeout=2.0),
         )
+        self.world.given_up = lambda name: self.control.fleet[name].state is InstanceState.DEAD
 
     async def __aenter__(self) -> Bench:
         await self.control.start()
