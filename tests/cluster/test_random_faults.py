@@ -102,7 +102,7 @@ class Run:
             try:
                 result: TurnResult = await control.generate(request)
             finally:
-                # Finished or cancelled: when its caller hears of it, no engine has any of it. A second cancel is not waited for.
+                # When its caller hears of the end, no engine has any of it. A second cancel is not waited for.
                 assert number in self.hurried or self.bench.world.live(f"{name}.{turn}") == []
             check_equals_reference(request, result)
             assert list(result.versions) == sorted(result.versions)

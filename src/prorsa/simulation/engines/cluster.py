@@ -238,7 +238,9 @@ class SimulatedEngine:
         self.slowdown = 1.0
         """How many times as long as usual its steps take."""
         self._slowdowns: list[float] = []
+        """Factors, of the faults that last."""
         self._hangs = 0
+        """Faults that let it stand still."""
         self._hung_since = 0.0
         self._held = 0
         """Faults that let no call, answer or token through."""
@@ -291,9 +293,8 @@ class SimulatedEngine:
 
     def _book_unread(self, leg: _Leg, pending: Chunk | None) -> None:
         """What was streamed and reached nobody."""
-        count = sum(len(chunk.token_ids) for chunk in (*leg.chunks, *([pending] if pending else [])))
-        if leg.stream is None:
-            return
+        chunks = [*leg.chunks, pending] if pending else leg.chunks
+        count = sum(len(chunk.token_ids) for chunk in chunks)
         self._cluster.ledger.streamed -= count
         self._cluster.ledger.unread += count
 

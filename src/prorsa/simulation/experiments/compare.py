@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import as_completed
-from dataclasses import replace
 from pathlib import Path
 
 from prorsa.report.comparison import Comparison, Fault, PolicyOutcome, Toll
@@ -45,10 +44,7 @@ def compare(
         running = {
             executor.submit(
                 run_scenario, scenario, name, faults=failing, record_to=_directory(record_to, name, failing)
-            ): (
-                name,
-                failing,
-            )
+            ): (name, failing)
             for name, failing in runs
         }
         for done, future in enumerate(as_completed(running), 1):
@@ -60,25 +56,16 @@ def compare(
     ]
     if failures:
         raise ExperimentFailed(f"{len(failures)} runs failed\n{explained(failures)}") from failures[0][1]
-    outcomes = {(name, failing is not None): future.result() for future, (name, failing) in running.items()}
+    outcomes = {run: future.result() for future, run in running.items()}
     notes = [f"simulated, from the profile {profile.name}: {profile.source}" for profile in dict.fromkeys(profiles)]
-    shown = [compared(outcomes[name, False], outcomes[name, False] if faults else None) for name in chosen]
     if faults is not None:
-        notes.append(f"faults: {len(faults.faults)} kinds, seed {faults.seed}")
-        shown = [
-            one
-            for plain, name in zip(shown, chosen, strict=True)
-            for one in (plain, _failing(compared(outcomes[name, True], outcomes[name, False])))
-        ]
-    return Comparison(scenario.name, tuple(shown), tuple(notes))
+        notes.append(f"faults: seed {faults.seed}, {len(faults.faults)} entries in the schedule")
+    shown = tuple(compared(outcomes[run], outcomes[run[0], None] if faults else None) for run in runs)
+    return Comparison(scenario.name, shown, tuple(notes))
 
 
 def _directory(record_to: str | None, name: str, failing: FaultSchedule | None) -> Path | None:
     return None if record_to is None else Path(record_to) / (name if failing is None else f"{name}-faults")
-
-
-def _failing(outcome: PolicyOutcome) -> PolicyOutcome:
-    return replace(outcome, name=f"{outcome.name}, faults")
 
 
 def _toll(outcome: RunOutcome, undisturbed: RunOutcome) -> Toll:
@@ -94,10 +81,10 @@ def _toll(outcome: RunOutcome, undisturbed: RunOutcome) -> Toll:
 
 
 def compared(outcome: RunOutcome, undisturbed: RunOutcome | None = None) -> PolicyOutcome:
-    """`undisturbed`: the run without faults that this one is held against."""
+    """`undisturbed`: the run without faults that this one, or the same one, is held against."""
     statistics = outcome.statistics
     return PolicyOutcome(
-        name=outcome.policy,
+        name=outcome.policy if undisturbed is None or undisturbed is outcome else f"{outcome.policy}, faults",
         step_s=tuple(step.rollout_s for step in outcome.steps),
         trajectory_s=distribution(outcome.trajectory_s),
         done=outcome.done,
