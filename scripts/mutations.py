@@ -279,7 +279,7 @@ MUTATIONS = (
     mutation(
         "hash-without-version",
         9,
-        "a KV block is named by its tokens alone, and kept over a weight update",
+        "a KV block is named by its tokens alone, not by the weights",
         "engines/embedded/kv.py",
         'salt=version.to_bytes(16, "little")',
         'salt=b""',
