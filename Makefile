@@ -5,27 +5,39 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 CONFIG ?= examples/demo.yaml
+LOCK   := requirements/lock.txt
 
+FAST   ?= .venv-fast
 SGLANG := .venv-sglang/.ready
+PURE   := -m "not engine and not long and not sglang" --ignore tests/integrations --ignore tests/engines/test_weights.py
 
-.PHONY: demo test test-sglang setup sglang lint types tests format clean
+.PHONY: demo test test-sglang fast pythons setup sglang lint types pure tests wheel lock format clean
 
 demo: setup
 	$(BIN)/prorsa train $(CONFIG)
 
-test: setup sglang lint types tests
+test: fast setup sglang tests wheel pythons
 
 # Every test with real SGLang engines, also those that `make test` leaves out because they take minutes more.
 test-sglang: setup sglang
 	$(BIN)/pytest -m sglang
 
+# What needs neither PyTorch nor an engine, in an environment of its own: under two minutes.
+fast: lint types pure
+
 setup: $(READY)
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml $(LOCK)
 	@echo "== Setting up $(VENV) with $(PYTHON): PyTorch, verl and Ray are about 2 GB; a minute or two on a fast connection"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --progress-bar off --quiet --editable '.[train,clients,dev]'
+	$(BIN)/python -m pip install --progress-bar off --quiet --constraint $(LOCK) --editable '.[verl,clients,dev]'
 	@touch $(READY)
+
+$(FAST)/.ready: pyproject.toml $(LOCK)
+	@echo "== Setting up $(FAST) with $(PYTHON): Prorsa without PyTorch"
+	$(PYTHON) -m venv $(FAST)
+	$(FAST)/bin/python -m pip install --progress-bar off --quiet --constraint $(LOCK) --editable '.[dev]'
+	@touch $(FAST)/.ready
 
 # Engines run in processes and an environment of their own: SGLang's requirements exclude verl's.
 sglang: $(SGLANG)
@@ -35,22 +47,45 @@ $(SGLANG): scripts/install_sglang.sh requirements/sglang-cpu.txt requirements/sg
 	scripts/install_sglang.sh $(PYTHON) .venv-sglang
 	@touch $(SGLANG)
 
-lint:
+lint: $(FAST)/.ready
 	@echo "== ruff"
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(FAST)/bin/ruff check .
+	$(FAST)/bin/ruff format --check .
 
-types:
+types: $(FAST)/.ready
 	@echo "== mypy --strict"
-	$(BIN)/mypy
+	$(FAST)/bin/mypy
 
-tests:
+pure: $(FAST)/.ready
+	@echo "== pytest, without engines, on $$($(FAST)/bin/python --version)"
+	$(FAST)/bin/pytest $(PURE)
+
+tests: setup
 	@echo "== pytest"
 	$(BIN)/pytest -m "not sglang_long"
+
+# The same tests without engines on the other versions of Python that this machine has.
+pythons:
+	@for version in 3.12 3.13; do \
+		if python=$$(scripts/find_python.sh $$version); then \
+			$(MAKE) --no-print-directory pure PYTHON=$$python FAST=.venv-fast-$$version || exit 1; \
+		else echo "== there is no Python $$version here"; fi; \
+	done
+
+# What users install: built, put into an empty environment, and tried there.
+wheel: setup
+	@echo "== wheel"
+	scripts/check_wheel.sh $(PYTHON) $(BIN)/python $(LOCK)
+
+# The newest versions that the ranges of pyproject.toml allow; PyTorch's is set here, for PyPI has several builds of each.
+lock:
+	rm -rf build/lock && $(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet --editable '.[verl,clients,dev]' torch==2.13.0
+	scripts/write_lock.sh build/lock/bin/python $(LOCK)
 
 format:
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-sglang build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-fast* .venv-sglang build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

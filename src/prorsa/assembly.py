@@ -255,7 +255,9 @@ def build_task(config: Config) -> Task:
 
 def build_sandboxes(config: Config) -> SandboxPool:
     sandbox = config.sandbox
-    return SandboxPool(sandbox.prewarmed, sandbox.timeout, sandbox.memory_mb, sandbox.file_mb)
+    return SandboxPool(
+        sandbox.prewarmed, sandbox.timeout, sandbox.memory_mb, sandbox.file_mb, sandbox.disk_mb, sandbox.files
+    )
 
 
 def build_tokenizer(config: Config) -> ChatTokenizer:

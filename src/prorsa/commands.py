@@ -65,7 +65,7 @@ async def train(config: Config, run_dir: Path) -> None:
     try:
         from prorsa.integrations.verl import launch, loaded
     except ModuleNotFoundError as error:
-        raise CommandFailed(f"{error}; training needs the `train` extra: pip install 'prorsa[train]'") from error
+        raise CommandFailed(f"{error}; training needs the `verl` extra: pip install 'prorsa[verl]'") from error
     try:
         await launch.train(config, run_dir)
     except (launch.TrainingFailed, loaded.NotLoaded) as error:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from textwrap import wrap
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 COMMENT_WIDTH = 100
 END = "\n..."
@@ -25,6 +27,9 @@ _SEXAGESIMAL_FREE = {
         r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
     ),
 }
+EXAMPLES = files("prorsa") / "examples"
+MODELS = files("prorsa") / "models"
+ARITHMETIC = "arithmetic"
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 ForecastKind = Literal["paper", "decode-returns", "survival"]
@@ -52,9 +57,16 @@ class Section(BaseModel):
 
 class Model(Section):
     path: str
-    """Directory of a Hugging Face checkpoint: safetensors, config, tokenizer with a chat template."""
+    """Directory of a Hugging Face checkpoint: safetensors, config, tokenizer with a chat template. Or `arithmetic`, the small
+    model that comes with Prorsa."""
     max_context: Positive = 1024
     """Longest prompt plus output of a trajectory, tokens."""
+
+    @field_validator("path")
+    @classmethod
+    def _of_a_shipped_model(cls, path: str) -> str:
+        """Its directory, unless the name is also that of a directory here."""
+        return str(MODELS / path) if path == ARITHMETIC and not Path(path).is_dir() else path
 
 
 class Cluster(Section):
@@ -204,6 +216,10 @@ class Sandbox(Section):
     """Address space of a sandbox, MiB."""
     file_mb: Positive = 4
     """Largest file that a sandbox may write, MiB."""
+    disk_mb: Positive = 64
+    """All files of a sandbox together, MiB; they are in memory where the kernel allows it."""
+    files: Positive = 4096
+    """Most files and directories of a sandbox."""
 
 
 class Batches(Section):
@@ -263,9 +279,15 @@ class Gateway(Section):
     """A trajectory whose last answer was a tool call ends when no request has followed for so long."""
     idle_timeout: Seconds = 60.0
     """The same after an answer without a tool call."""
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    """Of the draws of requests that bring none. Unset, each draws anew. Set, the same turn of a trajectory of the same name
+    draws the same after a restart, too."""
     api_key_file: str | None = None
     """File with the key that requests of agents need; made with a new key where it is missing. The environment variable
     PRORSA_API_KEY goes before it. Without either they need none."""
+    allowed_hosts: list[str] = []
+    """Names that requests may give this server beside its own and `localhost`, without a port, such as those of a proxy
+    before it. Addresses need no entry."""
     admin_token_file: str | None = None
     """File with the token of the admin endpoints; made with a new token where it is missing. The default is `admin-token` in
     the run directory. The environment variable PRORSA_ADMIN_TOKEN goes before both."""
@@ -402,11 +424,30 @@ def _impossibilities(config: Config) -> list[str]:
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Read a YAML file, apply `section.key=value` overrides (values are YAML), and check everything.
+    """Read a YAML file, or an example by its name, apply `section.key=value` overrides (values are YAML), check everything.
 
     Raises `ConfigError`.
     """
-    return parse_config(read_yaml(path, overrides, "config"))
+    return parse_config(read_yaml(find_yaml(path, EXAMPLES, "config"), overrides, "config"))
+
+
+def shipped(directory: Traversable) -> list[str]:
+    """Names of the YAML files in a directory of the package, without their ending."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in directory.iterdir() if entry.name.endswith(".yaml"))
+
+
+def find_yaml(name: str | Path, directory: Traversable, what: str) -> Path:
+    """The path of a YAML file that a user gives by its path or, if it is in `directory` of the package, by its name alone.
+
+    `what` names it in the error. Raises `ConfigError` for a name that is neither.
+    """
+    path = Path(name)
+    if path.is_file() or path.suffix in (".yaml", ".yml"):
+        return path
+    if str(name) in shipped(directory):
+        return Path(str(directory / f"{name}.yaml"))
+    known = ", ".join(shipped(directory))
+    raise ConfigError(f"{what}={name}: there is no file of that name; give the path of a YAML file, or one of: {known}")
 
 
 def read_yaml(path: str | Path, overrides: list[str] | None = None, what: str = "config") -> dict[str, Any]:

@@ -63,7 +63,7 @@ def test_half_precision_is_widened(copy: Path) -> None:
 
 
 def test_bfloat16_is_read_as_torch_reads_it(copy: Path) -> None:
-    torch = pytest.importorskip("torch", reason="only torch writes bfloat16 (extra `train`)")
+    torch = pytest.importorskip("torch", reason="only torch writes bfloat16 (extra `verl`)")
     from safetensors.torch import save_file as save_torch
 
     config = read_config(copy)

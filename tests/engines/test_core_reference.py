@@ -13,8 +13,8 @@ from core_driving import generate, generate_apart, prompts_of
 from prorsa.engines.embedded.core import EngineCore
 from prorsa.engines.protocol import Role, SamplingParams
 
-torch = pytest.importorskip("torch", reason="the reference needs torch (extra `train`)")
-transformers = pytest.importorskip("transformers", reason="the reference needs transformers (extra `train`)")
+torch = pytest.importorskip("torch", reason="the reference needs torch (extra `verl`)")
+transformers = pytest.importorskip("transformers", reason="the reference needs transformers (extra `verl`)")
 
 LENGTHS = (1, 5, 16, 17, 40, 64, 150)
 NEW = 24

@@ -53,6 +53,11 @@ def read(kind: str, body: dict[str, Any]) -> None:
         ("completions", {"prompt": "a", "temperature": 10**400}, "temperature"),
         ("completions", {"prompt": "a", "temperature": float("nan")}, "temperature"),
         ("completions", {"prompt": "a", "seed": 2**64}, "seed"),
+        ("completions", {"prompt": "a", "seed": 2**63}, "seed"),
+        ("completions", {"prompt": "a", "seed": -(2**63) - 1}, "seed"),
+        ("completions", {"prompt": "a", "seed": 1.0}, "seed"),
+        ("completions", {"prompt": "a", "seed": True}, "seed"),
+        ("generate", {"text": "a", "sampling_params": {"sampling_seed": 2**63}}, "sampling_seed"),
         ("completions", {"prompt": "a", "max_tokens": 2**80}, "max_tokens"),
     ],
 )

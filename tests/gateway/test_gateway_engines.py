@@ -103,6 +103,16 @@ def test_openais_client_and_a_client_that_vanishes(tmp_path: Path) -> None:
                 for name in ("a", "b")
             ]
             assert first.choices[0].text == second.choices[0].text
+            tries = [
+                await client.completions.create(
+                    **asked,
+                    temperature=1.0,
+                    extra_headers={"X-Prorsa-Trajectory": "best-of-six"},
+                    extra_body={"ignore_eos": True},
+                )
+                for _ in range(6)
+            ]
+            assert len({one.choices[0].text for one in tries}) == 6
             with pytest.raises(APIStatusError, match="n=2: cannot be served") as caught:
                 await client.chat.completions.create(
                     model="arithmetic", messages=[{"role": "user", "content": "x"}], n=2

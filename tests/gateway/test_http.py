@@ -316,7 +316,7 @@ async def test_a_vanished_client_leaves_nothing_behind(stream: bool) -> None:
     async with bench(token_s=0.02) as gateway:
         raw = json.dumps({"prompt": "Once", "max_tokens": 60, "stream": stream}).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: h\r\nContent-Length: {len(raw)}\r\n\r\n"
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
         writer.write(head.encode() + raw)
         await until(lambda: gateway.engines[1].legs)
         if stream:
@@ -349,7 +349,9 @@ async def test_a_client_that_does_not_read_frees_its_engines_and_is_let_go(monke
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", int(gateway.url.rpartition(":")[2])))
         raw = json.dumps({"prompt": "Once", "max_tokens": 400, "stream": True}).encode()
-        client.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: h\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        client.sendall(
+            f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw
+        )
         await until(lambda: gateway.engines[1].legs)
         await gateway.idle()
         assert gateway.control.status().output_tokens < 200

@@ -97,7 +97,7 @@ def test_a_header_that_is_no_text_is_a_wrong_key() -> None:
     async def main() -> None:
         async with bench(api_key=KEY) as gateway:
             reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
-            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")
+            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")
             assert (await reader.readline()).split()[1] == b"401"
             writer.close()
 

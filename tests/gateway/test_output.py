@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prorsa.gateway.output import Output
-from prorsa.gateway.toolcalls import OPEN
+from prorsa.rollout.toolcalls import OPEN
 
 END = 9999
 

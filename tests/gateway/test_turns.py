@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from gateway_bench import END, PYTHON, TOKENIZER, Script, ScriptedEngine, babble, configured, control_over, saying
@@ -41,6 +41,9 @@ class Notes:
     def instance(self, *what: object) -> None: ...
 
 
+T = TypeVar("T")
+
+
 class Front:
     """The gateway without HTTP."""
 
@@ -56,7 +59,7 @@ class Front:
             self.control, TOKENIZER.encode, 512, config.gateway.tool_timeout, config.gateway.idle_timeout
         )
         self.reader = AskReader(TOKENIZER, "arithmetic", sampling_params(config))
-        self.turns = Turns(self.control, TOKENIZER, self.trajectories, 512, 7)
+        self.turns = Turns(self.control, TOKENIZER, self.trajectories, 512, config.gateway.seed)
 
     async def take(self, ask: Ask, within: float = 1000.0) -> tuple[Running, TurnResult]:
         async with self.turns.run(ask, asyncio.get_running_loop().time() + within) as running:
@@ -104,8 +107,8 @@ async def front(script: Script = babble, token_s: float = 0.0, **gateway: Any) -
     assert len(made.trajectories) == 0
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
-    clock.run(main)
+def run(main: Coroutine[Any, Any, T]) -> T:
+    return clock.run(main)
 
 
 def test_a_conversation_is_one_trajectory_and_its_gaps_are_tool_time() -> None:
@@ -422,15 +425,44 @@ def test_a_resend_changes_nothing_that_the_client_sees() -> None:
     run(main())
 
 
-def test_sampling_has_the_requests_seed_or_one_of_its_trajectory() -> None:
+async def seeds_of(seed: int | None, *asked: tuple[str | None, int | None]) -> list[int | None]:
+    """Those that the engine sees under a gateway with `seed`, of requests with a trajectory's name and a seed each."""
+    async with front(seed=seed) as gateway:
+        for name, own in asked:
+            await gateway.complete("Once", name=name, seed=own, temperature=0.5)
+        return [request.sampling.seed for request in gateway.engines[1].requests]
+
+
+def test_a_seed_of_the_request_is_taken_as_it_is() -> None:
+    given = [11, 0, -1, 2**63 - 1, -(2**63), 11]
+    assert run(seeds_of(3, *(("c", seed) for seed in given))) == given
+
+
+def test_every_turn_draws_anew_also_after_a_restart() -> None:
+    asked = [("a", None)] * 6 + [(None, None)] * 6
+    before, after = run(seeds_of(None, *asked)), run(seeds_of(None, *asked))
+    assert len({*before, *after}) == 24
+    assert all(seed is not None and 0 <= seed < 2**63 for seed in before)
+
+
+def test_with_a_seed_for_the_gateway_the_same_turn_draws_the_same() -> None:
+    asked = [("a", None)] * 6 + [("b", None)] * 6
+    first, again, other = (run(seeds_of(seed, *asked)) for seed in (5, 5, 6))
+    assert first == again
+    assert len({*first, *other}) == 24
+    # Who else asks, and when, changes nothing.
+    assert run(seeds_of(5, *reversed(asked))) == first[6:] + first[:6]
+
+
+def test_a_resend_keeps_the_seed_of_its_turn() -> None:
     async def main() -> None:
-        async with front() as gateway:
-            for name, seed in (("a", None), ("a", None), ("b", None), ("c", 11)):
-                await gateway.complete("Once", name=name, seed=seed, temperature=0.5)
-            a0, a1, b, c = (request.sampling.seed for request in gateway.engines[1].requests)
-            assert a0 == a1
-            assert len({a0, b, c}) == 3
-            assert c == 11
+        async with front(token_s=1.0) as gateway:
+            client = asyncio.create_task(gateway.complete("Once", max_tokens=20))
+            await asyncio.sleep(6.5)
+            assert await gateway.control.router.cancel_all("test") == 1
+            await client
+            first, second = (request.sampling.seed for request in gateway.engines[1].requests)
+            assert first == second is not None
 
     run(main())
 

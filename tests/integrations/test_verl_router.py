@@ -114,6 +114,15 @@ def test_a_turn_keeps_to_the_context(
     assert control.requests[0].sampling.max_new_tokens == budget
 
 
+def test_each_turn_has_a_seed_of_its_own_or_the_one_that_it_brings(router: ControlRouter, control: FakeControl) -> None:
+    for number, params in enumerate(({}, {}, {"seed": None}, {"seed": 7}, {"seed": 7})):
+        asyncio.run(router.generate(f"turn-{number}", prompt_ids=[1, 2, 3], sampling_params=params))
+    *drawn, fourth, fifth = [request.sampling.seed for request in control.requests]
+    assert len(set(drawn)) == 3
+    assert all(seed is not None and 0 <= seed < 2**63 for seed in drawn)
+    assert (fourth, fifth) == (7, 7)
+
+
 def test_a_failed_turn_leaves_no_trajectory(router: ControlRouter, control: FakeControl) -> None:
     control.failure = TurnFailed("no engine is left")
     with pytest.raises(TurnFailed, match="no engine is left"):

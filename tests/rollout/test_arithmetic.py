@@ -33,6 +33,8 @@ QUESTION = Question("q", conversation("Compute 37 * 48. Then add 512. Then multi
         ("The answer is 6864. That is my answer.", 0.0),
         ("The answer is, after a long time of thought, 6864.", 0.0),
         ("The answer is ٦٨٦٤.", 0.0),
+        ("The answer is 6864-1.", 0.0),
+        ("The answer is 6864 - that is all.", 1.0),
         ("", 0.0),
     ],
 )
@@ -159,7 +161,7 @@ def test_a_malformed_call_is_passed_over() -> None:
         "null",
         "[1]",
         '"python"',
-        '{"name": "python"}',
+        '{"name": "python", "code": "1"}',
         '{"name": 3, "arguments": {}}',
         '{"name": "python", "arguments": "{}"}',
         "[" * 100_000,
@@ -171,8 +173,9 @@ def test_malformed_calls_are_none(body: str) -> None:
     assert TASK.parse_tool_call(f"<tool_call>{body}</tool_call>") is None
 
 
-def test_an_unclosed_call_is_none() -> None:
-    assert TASK.parse_tool_call('<tool_call>\n{"name": "python", "arguments": {}}') is None
+def test_a_call_may_end_with_the_turn() -> None:
+    assert TASK.parse_tool_call('<tool_call>\n{"name": "python", "arguments": {}}') == ToolCall("python", {})
+    assert TASK.parse_tool_call('<tool_call>\n{"name": "python", "arguments": {}') is None
 
 
 @given(

@@ -50,7 +50,8 @@ def runners(parent: int | None = None) -> list[int]:
                 command = (entry / "cmdline").read_text()
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            ours = str(RUNNER) in command or status[0] == "Z"
+            # One that is just ending has no command line any more.
+            ours = str(RUNNER) in command or not command
             if ours and int(status[1]) == (parent or os.getpid()):
                 found.append(int(entry.name))
     return found
@@ -158,8 +159,7 @@ def enforced(name: str) -> bool:
     found: list[bool] = []
 
     async def test(sandbox: ProcessSandbox) -> None:
-        assert sandbox._worker is not None
-        found.append(name in sandbox._worker.enforced)
+        found.append(name in sandbox.enforced)
 
     in_sandbox(test)
     return found[0]
@@ -201,7 +201,10 @@ def test_no_file_outside_its_directory(tmp_path: Path) -> None:
             "import os; open(f'/proc/{os.getppid()}/environ').read()",
         ):
             (text,) = results(code)
-            assert "PermissionError" in text, code
+            # What lies below a directory that is closed to others is not even there, and the rest is mounted read-only.
+            assert any(error in text for error in ("PermissionError", "FileNotFoundError", "Read-only file system")), (
+                code
+            )
         assert secret.read_text() == "hunter2"
     finally:
         secret.unlink()
@@ -216,14 +219,199 @@ def test_all_of_it_works_without_privileges(tmp_path: Path) -> None:
         async def main():
             async with SandboxPool(prewarmed=0) as pool, pool.sandbox() as sandbox:
                 await sandbox.start()
-                print(await sandbox.run("1 + 1"), sorted(sandbox._worker.enforced))
+                print(await sandbox.run("1 + 1"), sorted(sandbox.enforced))
 
         asyncio.run(main())
     """)
     without = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c", script]
     answer = subprocess.check_output(without, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
-    enforced_here = [name for name in ("calls", "files") if enforced(name)]
+    enforced_here = [name for name in ("calls", "capabilities", "files") if enforced(name)]
     assert answer == f"2\n {enforced_here}\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="the other tests run unprivileged then")
+def test_files_are_bounded_where_nothing_can_be_mounted(tmp_path: Path) -> None:
+    script = textwrap.dedent("""
+        import asyncio
+        from prorsa.rollout.sandboxes.pool import SandboxPool
+
+        async def main():
+            async with SandboxPool(prewarmed=0, timeout=30.0, files=500) as pool, pool.sandbox() as sandbox:
+                await sandbox.start()
+                assert "disk" not in sandbox.enforced
+                print(await sandbox.run("import os, time\\nfor i in range(600): os.mkdir(f'd{i}')\\ntime.sleep(30)"))
+
+        asyncio.run(main())
+    """)
+    without = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c", script]
+    answer = subprocess.check_output(without, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert answer == f"The interpreter wrote more than 64 MB or 500 files and was killed. {LOST}\n"
+
+
+RAW = """\
+import ctypes, os, struct
+libc = ctypes.CDLL(None, use_errno=True)
+def call(number, *arguments):
+    return libc.syscall(ctypes.c_long(number), *arguments), os.strerror(ctypes.get_errno())
+information = ctypes.create_string_buffer(128)
+struct.pack_into("iii", information, 0, 9, 0, -1)
+"""
+
+
+@pytest.fixture
+def bystander() -> Iterator[int]:
+    """A process of this user that has nothing to do with a sandbox."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process.pid
+    assert process.poll() is None
+    process.communicate(b"\n")
+
+
+def state_of(pid: int) -> tuple[object, ...]:
+    return os.getpriority(os.PRIO_PROCESS, pid), os.sched_getaffinity(pid), os.sched_getscheduler(pid)
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="system calls by their numbers there")
+@pytest.mark.parametrize(
+    "code",
+    [
+        "call(62, {pid}, 9)",
+        "call(129, {pid}, 9, information)",
+        "call(297, {pid}, {pid}, 9, information)",
+        "call(424, call(434, {pid}, 0)[0], 9, None, 0)",
+        "call(141, 0, {pid}, 19)",
+        "call(203, {pid}, 8, ctypes.c_long(1))",
+        "call(251, 1, {pid}, 0x6007)",
+        "call(302, {pid}, 7, ctypes.create_string_buffer(16), None)",
+        "call(302, 0, 7, ctypes.create_string_buffer(16), None)",
+        "call(438, 3, 0, 0)",
+        "call(170, b'evil', 4)",
+        "call(227, 0, information)",
+        "call(161, b'.')",
+        "call(133, b'device', 0o20777, 0x0101)",
+        "call(165, b'x', b'.', b'tmpfs', 0, None)",
+        "call(321, 0, information, 64)",
+        "call(323, 0)",
+        "call(425, 8, information)",
+        "call(0x40000000 | 62, {pid}, 9)",
+    ],
+)
+def test_no_system_call_reaches_another_process_or_the_machine(code: str, bystander: int) -> None:
+    before = state_of(bystander)
+    (text,) = results(RAW + code.format(pid=bystander))
+    assert text == "(-1, 'Operation not permitted')\n"
+    assert state_of(bystander) == before
+
+
+def test_no_signal_is_sent_by_a_file(bystander: int) -> None:
+    """A descriptor can have an owner that is sent any signal when it is ready."""
+    for command in (8, 10, 15, 1024, 1026):
+        (text,) = results(f"import fcntl, os; fcntl.fcntl(os.pipe()[0], {command}, {bystander})")
+        assert "PermissionError" in text
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "os.chmod({path!r}, 0o777)",
+        "os.utime({path!r}, (0, 0))",
+        "os.chown({path!r}, 1000, 1000)",
+        "os.setxattr({path!r}, 'user.x', b'x')",
+        "os.link({path!r}, 'mine')",
+        "os.symlink({path!r}, 'mine'); os.chmod('mine', 0o777)",
+        "os.fchmod(os.open(os.__file__, os.O_RDONLY), 0o777)",
+        "os.utime(os.open(os.__file__, os.O_RDONLY), (0, 0))",
+        "os.fchmod(1, 0o600)",
+    ],
+)
+def test_modes_owners_times_and_attributes_outside_stay(code: str) -> None:
+    path = Path(tempfile.mkdtemp(dir="/var/tmp")) / "file"
+    path.write_text("x")
+    watched = [path, Path(os.__file__), Path("/dev/null")]
+    try:
+        path.parent.chmod(0o755)
+        before = [(file.stat().st_mode, file.stat().st_uid, file.stat().st_mtime_ns) for file in watched]
+        results(f"import os; {code.format(path=str(path))}")
+        assert [(file.stat().st_mode, file.stat().st_uid, file.stat().st_mtime_ns) for file in watched] == before
+        assert os.listxattr(path) == []
+    finally:
+        shutil.rmtree(path.parent)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import shutil; open('a', 'w').write('x'); shutil.copy2('a', 'b'); shutil.move('b', 'c'); open('c').read()",
+        "import tempfile; f = tempfile.NamedTemporaryFile('w+'); f.write('x'); f.seek(0); f.read()",
+        "import os; os.makedirs('a/b'); os.chmod('a', 0o700); os.utime('a'); os.rename('a/b', 'c'); 'x'",
+        "import pathlib; p = pathlib.Path('p'); p.touch(); p.touch(); p.write_text('x'); p.read_text()",
+        "import sqlite3; sqlite3.connect('db').execute('select ?', 'x').fetchone()[0]",
+        "import zipfile; zipfile.ZipFile('z', 'w').writestr('n', 'x'); zipfile.ZipFile('z').read('n').decode()",
+        "import csv, json, re, math, random, statistics, itertools, datetime, decimal, fractions, hashlib; 'x'",
+        "import zoneinfo, datetime; datetime.datetime(2026, 1, 1, tzinfo=zoneinfo.ZoneInfo('Europe/Berlin')); 'x'",
+        "import unicodedata, xml.etree.ElementTree as t; t.fromstring('<a>x</a>').text",
+        "import time, signal; time.sleep(0.01); signal.signal(signal.SIGALRM, print); signal.setitimer(0, 0); 'x'",
+        "import ctypes; ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 1)(); 'x'",
+        "import os; os.cpu_count(); os.getpid(); os.uname(); os.get_terminal_size if 1 else 0; 'x'",
+        "import logging, collections, functools, heapq, bisect, string, textwrap, uuid; uuid.uuid4(); 'x'",
+        "import dataclasses, typing, enum, asyncio, concurrent.futures; 'x'",
+    ],
+)
+def test_what_tools_do_in_python_works(code: str) -> None:
+    assert results(code)[0].splitlines()[-1] == "'x'"
+
+
+def test_all_files_together_are_bounded() -> None:
+    many, big, after = results(
+        "import os\nfor i in range(10_000): os.mkdir(f'd{i}')",
+        "for i in range(100): open(f'f{i}', 'wb').write(bytes(1 << 20))",
+        "1 + 1",
+        disk_mb=8,
+        files=500,
+        timeout=20.0,
+    )
+    assert "No space left on device" in many or "wrote more than 8 MB or 500 files" in many
+    assert "No space left on device" in big or "wrote more than 8 MB or 500 files" in big
+    assert after == "2\n"
+
+
+DEEP = "import os\nfor i in range(1500): os.mkdir('d'); os.chdir('d')"
+
+
+def test_a_deep_tree_costs_neither_its_run_nor_the_next() -> None:
+    assert results(DEEP, "1 + 1", timeout=20.0)[1] == "2\n"
+    assert results("1 + 1") == ["2\n"]
+
+
+def test_a_hostile_tree_that_a_killed_run_left_is_removed_by_the_next(own_temporary_directory: Path) -> None:
+    left = own_temporary_directory / f"{ROOT_PREFIX}left"
+    left.mkdir()
+    subprocess.run([sys.executable, "-c", DEEP], cwd=left, check=True)
+    assert results("1 + 1") == ["2\n"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="it takes root to make a directory that nobody can remove")
+def test_a_directory_that_cannot_be_removed_is_told_and_costs_nobody_anything(
+    own_temporary_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = own_temporary_directory / f"{ROOT_PREFIX}left"
+    (left / "inner").mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "none", left / "inner"], check=True)
+    try:
+        assert results("1 + 1") == ["2\n"]
+        assert f"the directory {left} of a sandbox is left" in caplog.text
+    finally:
+        subprocess.run(["umount", left / "inner"], check=True)
+    assert results("1 + 1") == ["2\n"]
+
+
+def test_a_short_run_of_hostile_calls_changes_nothing_outside(own_temporary_directory: Path) -> None:
+    script = Path(__file__).parents[2] / "scripts" / "sandbox_attacks.py"
+    done = subprocess.run(
+        [sys.executable, script, "--count=60", "--seed=7"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 things outside a sandbox were changed" in done.stdout
 
 
 def test_a_directory_without_permissions_is_removed_too() -> None:

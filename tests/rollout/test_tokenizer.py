@@ -94,7 +94,7 @@ def test_encoding_and_decoding_equal_transformers(text: str) -> None:
 
 @cache
 def _peer() -> Any:
-    transformers = pytest.importorskip("transformers", reason="the `train` extra is not installed")
+    transformers = pytest.importorskip("transformers", reason="the `verl` extra is not installed")
     return transformers.AutoTokenizer.from_pretrained(MODEL)
 
 

@@ -156,10 +156,13 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(int(token) for token in np.random.default_rng(seed).integers(3, VOCABULARY, length))
 
 
-def request(ids: tuple[int, ...], budget: int, prefill: SGLangEngine | None) -> GenerateRequest:
+def request(
+    ids: tuple[int, ...], budget: int, prefill: SGLangEngine | None, sampling: SamplingParams | None = None
+) -> GenerateRequest:
+    """Greedy unless told otherwise."""
     number = next(_numbers)
     room = None if prefill is None else Bootstrap(prefill.bootstrap_host, prefill.bootstrap_port, number)
-    return GenerateRequest(f"test{number}", ids, greedy(budget), room)
+    return GenerateRequest(f"test{number}", ids, sampling or greedy(budget), room)
 
 
 async def leg(engine: SGLangEngine, asked: GenerateRequest) -> list[Chunk]:

@@ -29,7 +29,7 @@ from sglang_bench import (
     tokens,
 )
 
-from prorsa.engines.protocol import EngineBusy, EngineError, Role
+from prorsa.engines.protocol import EngineBusy, EngineError, Role, SamplingParams
 from prorsa.engines.sglang import SGLangEngine
 from prorsa.engines.sglang_server.flags import EngineFlags
 
@@ -179,6 +179,23 @@ def test_stored_kv_is_found_again_but_not_by_other_weights(tmp_path: Path) -> No
             prefilled, decoded = await both(first, third, request(ids, 12, first))
             assert prefilled[0].cached_tokens == 0
             assert tokens(decoded) == before
+
+    asyncio.run(main())
+
+
+@pytest.mark.sglang_long
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+@pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "unfixed"])
+def test_a_seed_counts_whatever_shares_the_batch(fixed: bool, overlap: bool, tmp_path: Path) -> None:
+    async def main() -> None:
+        ids, how = prompt(40, 4), SamplingParams(40, temperature=1.5, seed=7)
+        of = flags() if overlap else flags(extra=("--disable-overlap-schedule",))
+        async with three(tmp_path, fixed, of) as [first, second, _third]:
+            others = [SamplingParams(30, temperature=1.0, top_k=3, seed=n) for n in range(4)]
+            asked = [request(ids, 40, first, one) for one in (how, how, *others, how, how)]
+            legs = await asyncio.gather(*(both(first, second, one) for one in asked))
+            answers = {tokens(decoded) for number, (_, decoded) in enumerate(legs) if number not in range(2, 6)}
+            assert len(answers) == (1 if fixed else 4)
 
     asyncio.run(main())
 

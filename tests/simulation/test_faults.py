@@ -154,7 +154,7 @@ def test_a_link_that_stays_cut_between_the_only_two_engines_loses_nothing(profil
 
 
 AGENT = ["rollout.groups=2", "rollout.group_size=4", "rollout.steps=2", "workload.max_context=16384"]
-EXAMPLE = Path(__file__).parents[2] / "examples" / "faults.yaml"
+EXAMPLE = "every-kind"
 
 
 def small(*overrides: str) -> Scenario:
@@ -215,7 +215,7 @@ def test_it_does_not_depend_on_the_hash_seed_and_shows_what_happened(tmp_path: P
         command = [sys.executable, "-m", "prorsa.cli", "simulate", "qwen3-235b-general-agent", *AGENT, "--workers", "1"]
         command += ["--json", str(path), "--out", str(tmp_path / "page.html"), "--policy", "adaptive"]
         shown = subprocess.run(
-            [*command, "--faults", str(EXAMPLE)],
+            [*command, "--faults", EXAMPLE],
             check=True,
             capture_output=True,
             text=True,

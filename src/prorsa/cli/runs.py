@@ -11,7 +11,7 @@ from prorsa import commands
 from prorsa.assembly import checkpoint, new_run_dir
 from prorsa.cli.common import Subparsers, console, interruptible
 from prorsa.config import Config, dump_config, load_config
-from prorsa.gateway.logs import JsonFormatter
+from prorsa.gateway.logs import JsonFormatter, TextFormatter
 from prorsa.gateway.serve import run_server, serve
 from prorsa.report import charts
 from prorsa.report.headline import headline
@@ -93,8 +93,7 @@ def verify(parsed: argparse.Namespace) -> int:
 def begin(config: Config) -> Path:
     run_dir = new_run_dir(config)
     handler = logging.FileHandler(run_dir / LOG)
-    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(JsonFormatter() if config.gateway.log == "json" else plain)
+    handler.setFormatter(JsonFormatter() if config.gateway.log == "json" else TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     console.print(f"run directory {run_dir}", soft_wrap=True)
     return run_dir

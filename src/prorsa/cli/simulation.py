@@ -71,7 +71,9 @@ def add_simulate(subparsers: Subparsers) -> None:
     sub.add_argument("--out", default="report.html", metavar="PATH", help="the page with charts (default report.html)")
     sub.add_argument("--record", metavar="DIR", help="also write a run directory for each policy, as a rollout does")
     sub.add_argument(
-        "--faults", metavar="FILE", help="also let these faults happen, beside a run of each policy without them"
+        "--faults",
+        metavar="FILE",
+        help="also let the faults of a schedule happen, beside a run without; `every-kind` is shipped",
     )
     sub.add_argument("--workers", type=int, default=2, help="processes (default 2)")
     sub.add_argument("--dry-run", action="store_true", help="print the resolved scenario and stop")

@@ -56,8 +56,9 @@ class SamplingParams:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
-    """With a seed, the token at an absolute position depends on the context, the seed and that position alone, so that
-    a resent request samples what the uninterrupted one would have."""
+    """Signed, of 64 bits. With a seed, the token at an absolute position depends on the context's logits, the seed and that
+    position alone, so that a resent request samples what the uninterrupted one would have. Two turns with equal contexts need
+    two seeds to differ."""
 
 
 @dataclass(frozen=True, slots=True)

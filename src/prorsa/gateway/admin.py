@@ -13,6 +13,7 @@ The policy goes on deciding: under `adaptive` its next decision may undo a flip.
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from typing import Any
 
@@ -23,7 +24,7 @@ from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.observers import Flip
 from prorsa.cluster.switcher import FlipRefused
 from prorsa.engines.protocol import EngineError, Role
-from prorsa.gateway import fields
+from prorsa.gateway import accepted, fields
 from prorsa.gateway.bodies import read_body
 from prorsa.gateway.errors import ApiError
 from prorsa.gateway.keys import shows
@@ -62,8 +63,8 @@ class Admin:
     async def decisions(self, request: web.Request) -> web.Response:
         self._authorise(request)
         asked = request.query.get("last", str(DECISIONS))
-        if not asked.isdigit() or int(asked) < 1:
-            raise fields.wrong("last", asked, "must be a whole number of at least 1")
+        if not re.fullmatch("[1-9][0-9]{0,8}", asked):
+            raise fields.wrong("last", asked, "must be a whole number of at least 1, and of at most 9 digits")
         last, made = int(asked), len(self._control.decisions)
         decisions = [dump_decision(decision, 0) for decision in self._control.decisions[-last:]]
         for decision in decisions:
@@ -75,6 +76,7 @@ class Admin:
     async def roles(self, request: web.Request) -> web.Response:
         self._authorise(request)
         body = await read_body(request)
+        accepted.ROLES.check(body)
         prefill, decode, mixed = (fields.whole(body, name, 0, 0) or 0 for name in ("prefill", "decode", "mixed"))
         target, now = Allocation(prefill, decode, mixed), self._control.fleet.in_service
         if not now.total:
@@ -94,6 +96,7 @@ class Admin:
     async def flip(self, request: web.Request) -> web.Response:
         self._authorise(request)
         name, body = self._named(request), await read_body(request)
+        accepted.FLIP.check(body)
         role = fields.typed(body, "role", str, "")
         if role not in list(Role):
             raise fields.wrong("role", role, "must be prefill, decode or mixed")

@@ -44,30 +44,40 @@ class Logprobs:
     def __init__(self, running: Running, tokenizer: ChatTokenizer) -> None:
         self._output = running.output
         self._decode = tokenizer.decode
+        self._bytes = tokenizer.token_bytes
+        self._step = tokenizer.decode_stream(skip_special_tokens=not running.ask.special)
         self._given = 0
         self._offset = 0
+        """Characters that the tokens before completed."""
 
     def chat(self) -> Json:
         entries = [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, logprob in self._fresh()
+            {
+                "token": self._text(token),
+                "logprob": logprob,
+                "bytes": list(self._bytes(token)),
+                "top_logprobs": [],
+            }
+            for token, logprob in self._fresh()
         ]
         return {"content": entries, "refusal": None}
 
     def completions(self) -> Json:
         tokens, offsets, logprobs = [], [], []
-        for text, logprob in self._fresh():
-            tokens.append(text)
+        for token, logprob in self._fresh():
+            tokens.append(self._text(token))
             logprobs.append(logprob)
             offsets.append(self._offset)
-            self._offset += len(text)
+            self._offset += len(self._step(token))
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
 
-    def _fresh(self) -> Iterator[tuple[str, float]]:
+    def _text(self, token: int) -> str:
+        return self._decode([token], skip_special_tokens=False)
+
+    def _fresh(self) -> Iterator[tuple[int, float]]:
         output, start = self._output, self._given
         self._given = len(output.ids)
-        for token, logprob in zip(output.ids[start:], output.logprobs[start:], strict=True):
-            yield self._decode([token], skip_special_tokens=False), logprob
+        yield from zip(output.ids[start:], output.logprobs[start:], strict=True)
 
 
 class OpenAI:
@@ -161,7 +171,9 @@ class ChatForm(OpenAI):
         return self._event({"delta": first | delta, "finish_reason": finish, **logprobs})
 
     def _finish(self, result: TurnResult) -> str:
-        return "tool_calls" if self._running.parsed().calls else result.finish.value
+        """A turn that its budget cut is told so, whether or not it has calls."""
+        called = self._running.parsed().calls and result.finish is not FinishReason.LENGTH
+        return "tool_calls" if called else result.finish.value
 
 
 class CompletionForm(OpenAI):

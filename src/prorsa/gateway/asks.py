@@ -1,6 +1,6 @@
 """What a request asks for, read from the bodies of the three generation endpoints.
 
-What would change the output and cannot be done is refused with the field's name; fields that change nothing are let pass.
+What would change the output and cannot be done is refused with the field's name (see `accepted`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 from prorsa.engines.protocol import SamplingParams
-from prorsa.gateway import fields
-from prorsa.gateway.errors import ApiError
+from prorsa.gateway import accepted, fields
+from prorsa.gateway.errors import ApiError, unknown_model
 from prorsa.gateway.fields import wrong
+from prorsa.rollout import toolcalls
 from prorsa.rollout.tasks.base import Message
 from prorsa.rollout.tokenizer import ChatTokenizer, TokenizerError
 
@@ -26,22 +27,9 @@ TRAJECTORY_HEADER, GROUP_HEADER, TASK_HEADER = "X-Prorsa-Trajectory", "X-Prorsa-
 TASK = "agent"
 """The task of a trajectory whose client names none."""
 _NAME = re.compile(r"[A-Za-z0-9._:/@=+-]{1,128}")
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "tool_choice": ("auto", "none"),
-    "response_format": ({"type": "text"},),
-    "functions": ([],),
-}
-"""Fields of which only these values can be served; absent and null are fine too."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+GREEDY_BELOW = 1e-6
+"""Temperatures below it are 0, as for SGLang: dividing by them leaves the numbers that engines can compute with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +67,13 @@ class Ask:
     """Whether tool calls are parsed."""
     tools: tuple[str, ...] = ()
     messages: tuple[Message, ...] = ()
+    """Of a chat whose answer is a message of its own."""
+    one_call: bool = False
+    """Whether the first tool call ends the turn."""
+    special: bool = False
+    """Whether special tokens are part of the text."""
+    keep_stop: bool = False
+    """Whether what ends the turn is part of the text."""
 
 
 class AskReader:
@@ -91,31 +86,64 @@ class AskReader:
         self._parses_arguments = _escapes_arguments(tokenizer)
 
     def chat(self, body: Json, identity: Identity) -> Ask:
-        self._check(body)
+        self._check(body, accepted.CHAT)
         messages = tuple(self._message(message, index) for index, message in enumerate(_list(body, "messages")))
         if not messages:
             raise wrong("messages", [], "must have at least one message")
         tools = _list(body, "tools") if body.get("tools") is not None else []
         names = tuple(_tool_name(tool, index) for index, tool in enumerate(tools))
-        try:
-            text = self._tokenizer.render_text(messages, tools, add_generation_prompt=True)
-        except TokenizerError as error:
-            raise ApiError(400, str(error), "messages") from error
+        if body.get("tool_choice") not in (None, "auto", "none"):
+            raise wrong(
+                "tool_choice", body["tool_choice"], 'cannot be served; leave it out or set it to "auto" or "none"'
+            )
+        text, answers = self._rendered(body, messages, tools)
         limit = fields.whole(body, "max_completion_tokens", None, 1) or fields.whole(body, "max_tokens", None, 1)
+        calls = bool(tools) and body.get("tool_choice") != "none"
         return Ask(
             kind="chat",
             identity=identity,
-            prompt=Prompt(text=_whole_text(text, "messages"), conversation=_key_of_past(messages)),
+            prompt=Prompt(text=_whole_text(text, "messages"), conversation=_key_of_past(messages) if answers else None),
             sampling=self._sampling(body, limit),
             logprobs=fields.typed(body, "logprobs", bool, False),
-            calls=bool(tools) and body.get("tool_choice") != "none",
+            calls=calls,
+            one_call=calls and not fields.typed(body, "parallel_tool_calls", bool, True),
             tools=names,
-            messages=messages,
+            messages=messages if answers else (),
             **_common(body),
         )
 
+    def _rendered(self, body: Json, messages: tuple[Message, ...], tools: list[Any]) -> tuple[str, bool]:
+        """The prompt, and whether its answer is a message of its own."""
+        settings = self._settings(body)
+        continued = fields.typed(body, "continue_final_message", bool, False)
+        prompted = fields.typed(body, "add_generation_prompt", bool, not continued)
+        if continued and prompted:
+            raise wrong("add_generation_prompt", True, "set it to false where continue_final_message is true")
+        try:
+            if continued:
+                return self._tokenizer.render_continued(messages, tools, settings), False
+            return self._tokenizer.render_text(messages, tools, prompted, settings), prompted
+        except TokenizerError as error:
+            raise ApiError(400, str(error), "messages") from error
+
+    def _settings(self, body: Json) -> Json:
+        """For the chat template, which has to read them."""
+        given = fields.typed(body, "chat_template_kwargs", dict, {})
+        settings = {name: value for name, value in given.items() if value is not None}
+        told = {f"chat_template_kwargs.{name}": name for name in settings}
+        if body.get("reasoning_effort") is not None:
+            settings["reasoning_effort"] = fields.typed(body, "reasoning_effort", str, "")
+            told["reasoning_effort"] = "reasoning_effort"
+        for param, name in told.items():
+            if name not in self._tokenizer.settings:
+                read = ", ".join(sorted(self._tokenizer.settings)) or "none"
+                raise wrong(
+                    param, settings[name], f"the chat template does not read it (it reads {read}); leave it out"
+                )
+        return settings
+
     def completions(self, body: Json, identity: Identity) -> Ask:
-        self._check(body)
+        self._check(body, accepted.COMPLETIONS)
         given = body.get("prompt")
         if isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int):
             given = given[0]  # a batch of one
@@ -140,13 +168,13 @@ class AskReader:
 
     def generate(self, body: Json, identity: Identity) -> Ask:
         params = fields.typed(body, "sampling_params", dict, {})
-        for section in (body, params):
-            _refuse_unservable(section)
+        accepted.GENERATE.check(body)
+        accepted.SAMPLING_PARAMS.check(params, "sampling_params.")
         ids, text = fields.token_ids(body, "input_ids"), fields.typed(body, "text", str, "")
         if bool(ids) == bool(text):
             raise ApiError(400, "give input_ids or text, one of the two and one prompt a request", "input_ids")
         limit = fields.whole(params, "max_new_tokens", None, 1)
-        sampling = self._sampling({**params, "seed": params.get("sampling_seed")}, limit)
+        sampling = self._sampling(params, limit, "sampling_seed")
         return Ask(
             kind="generate",
             identity=identity,
@@ -155,29 +183,32 @@ class AskReader:
             stops=fields.strings(params, "stop"),
             stream=fields.typed(body, "stream", bool, False),
             logprobs=fields.typed(body, "return_logprob", bool, False),
+            **_text_options(params),
         )
 
-    def _check(self, body: Json) -> None:
+    def _check(self, body: Json, allowed: accepted.Accepted) -> None:
         model = fields.typed(body, "model", str, self._model)
         if model != self._model:
-            raise ApiError(404, f"model={model!r}: this gateway serves {self._model!r}", "model", "model_not_found")
-        _refuse_unservable(body)
+            raise unknown_model(model, self._model)
+        allowed.check(body)
 
-    def _sampling(self, body: Json, limit: int | None) -> SamplingParams:
+    def _sampling(self, body: Json, limit: int | None, seed: str = "seed") -> SamplingParams:
+        """`seed` is what the endpoint calls it."""
         defaults = self._defaults
         top_k = fields.typed(body, "top_k", int, defaults.top_k)
         if top_k != -1 and top_k < 1:
             raise wrong("top_k", top_k, "must be at least 1, or -1 for the whole vocabulary")
+        temperature = fields.number(body, "temperature", defaults.temperature, 0.0, 2.0)
         stops = fields.token_ids(body, "stop_token_ids")
         if not fields.typed(body, "ignore_eos", bool, False):
             stops = (*self._tokenizer.eos_ids, *stops)
         return SamplingParams(
             max_new_tokens=limit or defaults.max_new_tokens,
-            temperature=fields.number(body, "temperature", defaults.temperature, 0.0, 2.0),
+            temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
             top_p=fields.number(body, "top_p", defaults.top_p, 0.0, 1.0, above=True),
             top_k=top_k,
             stop_token_ids=stops,
-            seed=fields.whole(body, "seed", None, -fields.MOST),
+            seed=fields.whole(body, seed, None, -fields.MOST),
         )
 
     def _known(self, ids: Sequence[int], param: str) -> tuple[int, ...]:
@@ -192,6 +223,11 @@ class AskReader:
         where = f"messages[{index}]"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise wrong(where, message, "must be an object with a role")
+        if message["role"] not in ROLES:
+            raise wrong(f"{where}.role", message["role"], f"must be {', '.join(ROLES[:-1])} or {ROLES[-1]}")
+        for part in accepted.UNSHOWN:
+            if message.get(part) is not None:
+                raise wrong(f"{where}.{part}", message[part], "cannot be served; leave it out")
         role = "system" if message["role"] == "developer" else message["role"]
         clean: Message = {**message, "role": role, "content": _content(message.get("content"), where)}
         if message.get("tool_calls"):
@@ -202,10 +238,14 @@ class AskReader:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise wrong(f"{where}.tool_calls", call, "each must have a function with a name")
-        arguments = function.get("arguments", "{}")
+        arguments = function.get("arguments")
+        if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+            arguments = "{}"  # how some clients write that there are none
+        if not isinstance(arguments, str | dict):
+            raise wrong(f"{where}.tool_calls", arguments, "the arguments must be JSON, as a string")
         if isinstance(arguments, str) and self._parses_arguments:
             try:
-                arguments = json.loads(arguments)
+                arguments = toolcalls.loads(arguments)
             except (ValueError, RecursionError) as error:
                 raise wrong(f"{where}.tool_calls", arguments, f"the arguments are no JSON ({error})") from error
         return {**call, "function": {**function, "arguments": arguments}}
@@ -214,6 +254,7 @@ class AskReader:
 def read_identity(headers: Mapping[str, str], body: Json) -> Identity:
     """From the headers, or from the body's object `prorsa`."""
     told = fields.typed(body, "prorsa", dict, {})
+    accepted.PRORSA.check(told, "prorsa.")
     return Identity(
         _name(headers.get(TRAJECTORY_HEADER), told.get("trajectory"), TRAJECTORY_HEADER),
         _name(headers.get(GROUP_HEADER), told.get("group"), GROUP_HEADER),
@@ -253,19 +294,19 @@ def _plain(arguments: Any) -> Any:
 
 def _common(body: Json) -> Json:
     options = fields.typed(body, "stream_options", dict, {})
+    accepted.STREAM_OPTIONS.check(options, "stream_options.")
     return {
         "stops": fields.strings(body, "stop"),
         "stream": fields.typed(body, "stream", bool, False),
         "usage": fields.typed(options, "include_usage", bool, False),
         "token_ids": fields.typed(body, "return_token_ids", bool, False),
+        **_text_options(body),
     }
 
 
-def _refuse_unservable(body: Json) -> None:
-    for name, allowed in _ONLY.items():
-        value = body.get(name)
-        if value is not None and value not in allowed:
-            raise wrong(name, value, f"cannot be served; leave it out or set it to {json.dumps(allowed[0])}")
+def _text_options(body: Json) -> Json:
+    keep = [fields.typed(body, name, bool, False) for name in ("include_stop_str_in_output", "no_stop_trim")]
+    return {"special": not fields.typed(body, "skip_special_tokens", bool, True), "keep_stop": any(keep)}
 
 
 def _whole_text(text: str, param: str) -> str:

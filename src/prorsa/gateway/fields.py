@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -20,7 +21,8 @@ def wrong(param: str, value: Any, remedy: str) -> ApiError:
 
 
 def typed(body: Mapping[str, Any], name: str, kind: type[T], default: T) -> T:
-    """The value of a field; the default where it is absent or null. A whole number is a float too, a bool no number."""
+    """The value of a field; the default where it is absent or null. A whole number is a float too, a bool no number, and no
+    float is NaN or infinite."""
     value = body.get(name)
     if value is None:
         return default
@@ -28,6 +30,8 @@ def typed(body: Mapping[str, Any], name: str, kind: type[T], default: T) -> T:
         return kind(value)  # type: ignore[call-arg]
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise wrong(name, value, f"must be a {kind.__name__}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise wrong(name, value, "must be a finite number")
     return value
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from prorsa.gateway.toolcalls import OPEN
+from prorsa.rollout.toolcalls import CLOSE, OPEN, first_call_end
 
 
 class Output:
@@ -22,13 +22,16 @@ class Output:
         now: Callable[[], float],
         calls: bool = False,
         news: Callable[[], None] = lambda: None,
+        keep_stop: bool = False,
+        one_call: bool = False,
     ) -> None:
-        """`calls`: hold text from the first tool call on back. `news` is told of each token."""
+        """`calls`: hold text from the first tool call on back. `news` is told of each token. `keep_stop`: the stop string
+        or stop id that ends the turn is part of the text. `one_call`: the end of the first tool call ends the turn."""
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.text = ""
         self.stopped: str | int | None = None
-        """The stop string or stop id that ended the turn."""
+        """The stop string or stop id that ended the turn; the closing tag where that was the end of its first call."""
         self.first_at: float | None = None
         self.last_at: float | None = None
         self._step = step
@@ -42,6 +45,8 @@ class Output:
         self._given = 0
         self._now = now
         self._news = news
+        self._keep_stop = keep_stop
+        self._one_call = one_call
 
     def __call__(self, token: int, logprob: float) -> bool:
         self.ids.append(token)
@@ -49,14 +54,12 @@ class Output:
         self.last_at = self._now()
         if self.first_at is None:
             self.first_at = self.last_at
-        enough = False
         if token in self._stop_ids:
             self.stopped = token
-        else:
-            piece = self._step(token)
-            enough = bool(piece) and self._add(piece)
+        if (self.stopped is None or self._keep_stop) and (piece := self._step(token)):
+            self._add(piece)
         self._news()
-        return enough
+        return isinstance(self.stopped, str)
 
     def fresh(self) -> str:
         """Text that has not been given yet and may be."""
@@ -71,7 +74,7 @@ class Output:
         """What `fresh` still held back, once the turn has ended."""
         return self.text[self._given :]
 
-    def _add(self, piece: str) -> bool:
+    def _add(self, piece: str) -> None:
         before = len(self.text)
         self.text += piece
         if self._stops:
@@ -79,10 +82,11 @@ class Output:
             found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, start)) >= 0]
             if found:
                 at, self.stopped = min(found)
-                self.text = self.text[:at]
+                self.text = self.text[: at + (len(self.stopped) if self._keep_stop else 0)]
         if self._calls and self._call_at < 0:
             self._call_at = self.text.find(OPEN, max(0, before - len(OPEN) + 1))
-        return isinstance(self.stopped, str)
+        if self._one_call and ">" in piece and (end := first_call_end(self.text)) is not None:
+            self.stopped, self.text = CLOSE, self.text[:end]
 
     def _safe(self) -> int:
         """How much of the text may be given."""

@@ -29,10 +29,11 @@ from prorsa.cluster.control import ControlPlane
 from prorsa.config import Config, ConfigError
 from prorsa.engines.protocol import TraceHeaders
 from prorsa.gateway.admin import Admin
-from prorsa.gateway.answers import Form, encoded, event, form_of
+from prorsa.gateway.answers import Form, encoded, form_of
 from prorsa.gateway.asks import TRAJECTORY_HEADER, Ask, AskReader, Identity, read_identity
 from prorsa.gateway.bodies import read_body, read_json
-from prorsa.gateway.errors import ApiError
+from prorsa.gateway.errors import ApiError, unknown_model
+from prorsa.gateway.hosts import Hosts
 from prorsa.gateway.keys import shows
 from prorsa.gateway.live import LiveView
 from prorsa.gateway.metrics import CONTENT_TYPE, Metrics
@@ -91,13 +92,14 @@ class Gateway:
         self._live = live
         self._traces = traces
         self._api_key = api_key
+        self._hosts = Hosts(limits.host, limits.allowed_hosts)
         reader = AskReader(tokenizer, model, sampling_params(config))
         self._readers = {
             "/v1/chat/completions": reader.chat,
             "/v1/completions": reader.completions,
             "/generate": reader.generate,
         }
-        self._turns = Turns(control, tokenizer, self.trajectories, config.model.max_context, config.seed)
+        self._turns = Turns(control, tokenizer, self.trajectories, config.model.max_context, limits.seed)
         self._admin = Admin(control, token)
         self._created = int(time.time())
         self._running: set[Running] = set()
@@ -109,6 +111,7 @@ class Gateway:
             [
                 *(web.post(path, self._keyed(self._generating(read))) for path, read in self._readers.items()),
                 web.get("/v1/models", self._keyed(self._models)),
+                web.get("/v1/models/{name:.+}", self._keyed(self._one_model)),
                 web.post("/prorsa/events", self._keyed(self._events)),
                 web.get("/health", self._health),
                 web.get("/metrics", self._show_metrics),
@@ -134,23 +137,15 @@ class Gateway:
         traced = self._traced(request, began)
         status = 499  # the client is gone, unless something else is known
         try:
-            if request.headers.get("Sec-Fetch-Site") == "cross-site":
-                # A browser cannot read the answer, but any page that it shows could make it ask.
-                raise ApiError(403, "requests that a page of another site makes are refused")
+            self._hosts.check(request)
             response = await handler(request)
             status = response.status
-        except ApiError as error:
-            response, status = error.response(), error.status
-        except web.HTTPException as error:
-            refusal = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
-            response, status = refusal.response(), error.status
         except (asyncio.CancelledError, ConnectionResetError):
             self._metrics.disconnects.add()
             raise
-        except Exception:
-            status = 500
-            log.exception("%s %s failed", request.method, request.path)
-            response = ApiError(500, "the gateway failed; its log says how").response()
+        except Exception as error:
+            refusal = self._failed(request, error)
+            response, status = refusal.response(), refusal.status
         finally:
             self._note(request, status, began, traced)
         return response
@@ -197,7 +192,11 @@ class Gateway:
             if self._stopping:
                 raise ApiError(503, STOPPING)
             if self._metrics.in_flight >= self._limits.max_requests:
-                raise ApiError(429, f"{self._limits.max_requests} requests are in service; try again later")
+                raise ApiError(
+                    429,
+                    f"{self._limits.max_requests} requests are in service; try again later",
+                    code="rate_limit_exceeded",
+                )
             self._metrics.in_flight += 1
             try:
                 return await self._generate(request, read)
@@ -240,22 +239,41 @@ class Gateway:
             TRAJECTORY_HEADER: running.name,
         }
         response = web.StreamResponse(headers=headers)
-        while not running.task.done():
-            await running.news.wait()
-            running.news.clear()
-            if running.output.ids and not response.prepared:
-                await response.prepare(request)
-            if piece := form.piece():
-                await self._write(request, response, piece)
-        outcome = running.outcome()
-        if not response.prepared:
+        try:
+            while not running.task.done():
+                await running.news.wait()
+                running.news.clear()
+                if running.output.ids and not response.prepared:
+                    await response.prepare(request)
+                if piece := form.piece():
+                    await self._write(request, response, piece)
+            outcome = running.outcome()
             if isinstance(outcome, ApiError):
                 raise outcome
-            await response.prepare(request)
-        last = event(outcome.body()) if isinstance(outcome, ApiError) else form.end(outcome)
+            last = form.end(outcome)
+            if not response.prepared:
+                await response.prepare(request)
+        except ConnectionResetError:
+            raise
+        except Exception as error:
+            if not response.prepared:
+                raise
+            # Nothing but events may follow the headers.
+            last = self._failed(request, error).event()
         await self._write(request, response, last)
         await response.write_eof()
         return response
+
+    def _failed(self, request: web.Request, error: Exception) -> ApiError:
+        """What a request is answered that ended in this."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, web.RequestPayloadError):
+            return ApiError(400, f"the body cannot be read ({' '.join(str(error).split())})")
+        if isinstance(error, web.HTTPException):
+            return ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+        log.error("%s %s failed", request.method, request.path, exc_info=error)
+        return ApiError(500, "the gateway failed; its log says how")
 
     async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
         transport = request.transport
@@ -273,8 +291,16 @@ class Gateway:
     # The rest.
 
     async def _models(self, request: web.Request) -> web.Response:
-        model = {"id": self._model, "object": "model", "created": self._created, "owned_by": "prorsa"}
-        return web.json_response({"object": "list", "data": [model]})
+        return web.json_response({"object": "list", "data": [self._described()]})
+
+    async def _one_model(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name != self._model:
+            raise unknown_model(name, self._model)
+        return web.json_response(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        return {"id": self._model, "object": "model", "created": self._created, "owned_by": "prorsa"}
 
     async def _events(self, request: web.Request) -> web.Response:
         body = await read_json(request)

@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from prorsa.gateway import fields
+from prorsa.gateway import accepted, fields
 from prorsa.gateway.asks import TASK, Identity, Prompt, checked_name
-from prorsa.gateway.errors import ApiError
+from prorsa.gateway.errors import ApiError, context_full
 from prorsa.gateway.fields import wrong
 from prorsa.gateway.prefixes import PrefixIndex
 from prorsa.lifecycle import (
@@ -206,6 +206,8 @@ class Trajectories:
     def post(self, body: dict[str, Any]) -> Trajectory:
         """Take in an event that a framework posts. Raises `ApiError` and changes nothing then."""
         name, kind = checked_name(body.get("trajectory"), "trajectory"), fields.typed(body, "event", str, "")
+        if kind in accepted.EVENTS:
+            accepted.EVENTS[kind].check(body)
         if kind == "sampled":
             return self._post_sampled(name, body)
         trajectory = self._live.get(name)
@@ -322,16 +324,12 @@ class Trajectories:
 
     def _check(self, trajectory: Trajectory, tokens: int) -> None:
         if tokens >= self._max_context:
-            raise ApiError(
-                400,
-                f"the prompt has {tokens} tokens and the context holds {self._max_context} with the answer; shorten it",
-                "messages",
-                "context_length_exceeded",
-            )
+            raise context_full(self._max_context, f"the prompt has {tokens} tokens, and the answer needs room too")
         expected = trajectory.told or trajectory.reply is None  # a guess that it has ended binds nobody
         if trajectory.sampled and expected and self._state(trajectory) not in (*READY_STATES, State.DECODE):
             state = self._state(trajectory).name.lower()
-            raise ApiError(409, f"trajectory={trajectory.name!r}: it is in {state}; use a new name", "trajectory")
+            # Not a 409: OpenAI's clients would send it again.
+            raise ApiError(400, f"trajectory={trajectory.name!r}: it is in {state}; use a new name", "trajectory")
 
     # What is remembered between two requests.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -20,12 +21,15 @@ from prorsa.engines.protocol import SamplingParams, TraceHeaders
 from prorsa.gateway.asks import Ask, conversation_key
 from prorsa.gateway.errors import ApiError
 from prorsa.gateway.output import Output
-from prorsa.gateway.toolcalls import Parsed, openai_calls, parse
+from prorsa.gateway.toolcalls import openai_calls
 from prorsa.gateway.trajectories import OTHER, Context, Lifecycle, Trajectories, Trajectory, key_of
 from prorsa.rollout.tokenizer import ChatTokenizer
+from prorsa.rollout.toolcalls import Parsed, parse
 
 log = logging.getLogger(__name__)
 
+SEED_BITS = 63
+"""What every engine takes."""
 GONE = "its client is gone"
 
 
@@ -95,9 +99,10 @@ class Running:
 
 class Turns:
     def __init__(
-        self, control: Control, tokenizer: ChatTokenizer, trajectories: Trajectories, max_context: int, seed: int
+        self, control: Control, tokenizer: ChatTokenizer, trajectories: Trajectories, max_context: int, seed: int | None
     ) -> None:
-        """`seed` is the run's; a request without one of its own gets its trajectory's, so that a resend draws alike."""
+        """A request without a seed gets one by `seed`, its trajectory and the turn, or a new one where that is None. A resend
+        has the same."""
         self._control = control
         self._tokenizer = tokenizer
         self._trajectories = trajectories
@@ -113,16 +118,18 @@ class Turns:
                 trajectory, ids = await self._trajectories.begin(ask.identity, ask.prompt)
         except TimeoutError:
             raise late from None
-        sampling = self._sampling(ask, trajectory.id, len(ids))
+        sampling = self._sampling(ask, trajectory, len(ids))
         request = TurnRequest(trajectory.id, trajectory.turns, ids, sampling, trace)
         news = asyncio.Event()
         output = Output(
-            self._tokenizer.decode_stream(),
+            self._tokenizer.decode_stream(skip_special_tokens=not ask.special),
             request.sampling.stop_token_ids,
             ask.stops,
             asyncio.get_running_loop().time,
             ask.calls,
             news.set,
+            ask.keep_stop,
+            ask.one_call,
         )
         running = Running(ask, trajectory, request, output, news, self._control.version)
         running.task = asyncio.create_task(self._serve(running, trajectory, request), name=f"turn of {trajectory.id}")
@@ -153,13 +160,16 @@ class Turns:
             self._trajectories.failed(trajectory, running.failure)
         running.news.set()
 
-    def _sampling(self, ask: Ask, trajectory: str, tokens: int) -> SamplingParams:
+    def _sampling(self, ask: Ask, trajectory: Trajectory, tokens: int) -> SamplingParams:
         asked = ask.sampling
-        seed = asked.seed
-        if seed is None:
-            digest = blake2b(f"{self._seed} {trajectory}".encode(), digest_size=7).digest()
-            seed = int.from_bytes(digest, "big")
+        seed = self._seed_of(trajectory) if asked.seed is None else asked.seed
         return replace(asked, max_new_tokens=min(asked.max_new_tokens, self._max_context - tokens), seed=seed)
+
+    def _seed_of(self, trajectory: Trajectory) -> int:
+        if self._seed is None:
+            return secrets.randbits(SEED_BITS)
+        turn = f"{self._seed} {trajectory.turns} {trajectory.id}"
+        return int.from_bytes(blake2b(turn.encode(), digest_size=8).digest(), "big", signed=True)
 
     def _tool(self, running: Running) -> str | None:
         calls = running.parsed().calls
@@ -174,7 +184,7 @@ class Turns:
         and without what came at and behind a stop string.
         """
         ask, kept = running.ask, list(output)
-        if isinstance(running.output.stopped, int) and not (ask.kind == "chat" and self._ends_turn(kept[-1])):
+        if isinstance(running.output.stopped, int) and not ask.keep_stop and not self._ends_answer(ask, kept[-1]):
             kept.pop()
         # An empty answer is no sign by which to know a trajectory again: its prompt may be another's too.
         distinct = len(kept) > 0
@@ -186,7 +196,7 @@ class Turns:
             kept.pop()
             written = decode(kept, skip_special_tokens=False)
         conversation = None
-        if ask.kind == "chat":
+        if ask.messages:
             parsed = running.parsed()
             calls = openai_calls(parsed.calls, running.trajectory, running.number)
             answer = {"role": "assistant", "content": parsed.content, "tool_calls": calls}
@@ -194,5 +204,5 @@ class Turns:
         ids = array("i", (*running.prompt_ids, *kept))
         return Context((ask.prompt.text + written).encode(), ids, distinct, conversation)
 
-    def _ends_turn(self, token: int) -> bool:
-        return token == self._tokenizer.eos_ids[0]
+    def _ends_answer(self, ask: Ask, token: int) -> bool:
+        return ask.kind == "chat" and token == self._tokenizer.eos_ids[0]

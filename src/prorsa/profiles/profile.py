@@ -13,12 +13,11 @@ all carry that much. An engine without experts has zeros there.
 from __future__ import annotations
 
 from importlib.resources import files
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from prorsa.config import ConfigError, Positive, Section, read_yaml, validated
+from prorsa.config import Positive, Section, find_yaml, read_yaml, shipped, validated
 
 RESTART_S = 120.0
 NonNegative = Annotated[float, Field(ge=0)]
@@ -93,7 +92,7 @@ SHIPPED = files("prorsa.profiles") / "shipped"
 
 def shipped_profiles() -> list[str]:
     """Names of the profiles that come with Prorsa."""
-    return sorted(entry.name.removesuffix(".yaml") for entry in SHIPPED.iterdir() if entry.name.endswith(".yaml"))
+    return shipped(SHIPPED)
 
 
 def load_profile(name: str, **changes: Any) -> Profile:
@@ -101,11 +100,6 @@ def load_profile(name: str, **changes: Any) -> Profile:
 
     Raises `ConfigError` with the file, the key, the value and the remedy.
     """
-    path = Path(name) if name.endswith((".yaml", ".yml")) else Path(str(SHIPPED / f"{name}.yaml"))
-    if not path.is_file():
-        shipped = ", ".join(shipped_profiles())
-        raise ConfigError(
-            f"profile={name}: there is no file {path}; give the path of a YAML file, or one of: {shipped}"
-        )
+    path = find_yaml(name, SHIPPED, "profile")
     data = read_yaml(path, what="profile")
     return validated(Profile, data | changes | {"directory": str(path.parent)}, f"profile {name}: ")

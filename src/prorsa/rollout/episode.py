@@ -21,13 +21,13 @@ from prorsa.rollout.records import TrajectoryRecord, Transcript
 from prorsa.rollout.rewards.base import Reward
 from prorsa.rollout.sandboxes.base import Sandbox, SandboxError, Sandboxes
 from prorsa.rollout.tasks.base import Message, Question, Task, ToolCall
+from prorsa.rollout.toolcalls import OPEN
 from prorsa.rollout.tools.base import Tool
 
 log = logging.getLogger(__name__)
 
-TOOL_CALL_TAG = "<tool_call>"
-"""A turn that has it, but no call that the task understands, is answered with `MALFORMED`."""
 MALFORMED = 'Error: malformed tool call. It must be JSON with "name" and "arguments" between the tool_call tags.'
+"""The answer to a turn with the tag of a call, but no call that the task understands."""
 NO_TOOL = "invalid"
 """The tool of `ToolStarted` for a call that names none: the names that models make up stay out of the statistics."""
 CUT = " [cut]"
@@ -174,7 +174,7 @@ class Episode:
         while True:
             text, stopped = await self._take_turn()
             call = self._environment.task.parse_tool_call(text)
-            wants_tool = call is not None or TOOL_CALL_TAG in text
+            wants_tool = call is not None or OPEN in text
             if not (wants_tool and stopped and self._transcript.turns < self._environment.bounds.max_turns):
                 return text
             room = self._room_for_tool_turn()

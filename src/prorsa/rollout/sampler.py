@@ -83,6 +83,9 @@ class Sampler:
 
 
 def derive_seed(run_seed: int, question: str, epoch: int, member: int) -> int:
-    """A 31-bit seed; `epoch` counts how often the question was asked before."""
+    """A 31-bit seed; `epoch` counts how often the question was asked before.
+
+    All turns of a trajectory have it: a context only grows, so no position is drawn twice. Seeds that are equal by chance do
+    harm within a group alone: with eight members in one of 77 million."""
     digest = hashlib.blake2b(f"{run_seed}/{question}/{epoch}/{member}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -11,17 +11,19 @@ import asyncio
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from prorsa.config import ConfigError, Positive, Section, read_yaml, validated
+from prorsa.config import ConfigError, Positive, Section, find_yaml, read_yaml, validated
 from prorsa.engines.protocol import Role
 from prorsa.simulation.engines.cluster import SimulatedCluster, SimulatedEngine
 from prorsa.simulation.outcome import FaultRecord
 
+SCHEDULES = files("prorsa.simulation") / "schedules"
 ANY = "any"
 CONTROL = "control"
 """The control plane, as one end of a link."""
@@ -229,8 +231,9 @@ class FaultSchedule:
 
 
 def load_faults(path: str | Path) -> FaultSchedule:
-    """Raises `ConfigError` with the key, the value and the remedy."""
-    data = read_yaml(path, what="--faults")
+    """By its path, or by the name of one that comes with the package. Raises `ConfigError` with the key, the value and the
+    remedy."""
+    data = read_yaml(find_yaml(path, SCHEDULES, "--faults"), what="--faults")
     if unknown := sorted(set(data) - {"seed", "faults"}):
         raise ConfigError(
             f"{unknown[0]}={data[unknown[0]]!r}: unknown key; a schedule of faults has `seed` and `faults`"

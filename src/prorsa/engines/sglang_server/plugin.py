@@ -1,4 +1,5 @@
-"""A plugin of SGLang (entry point `sglang.srt.plugins`): mends what SGLang 0.5.23 does wrong when roles flip at run time.
+"""A plugin of SGLang (entry point `sglang.srt.plugins`): mends what SGLang 0.5.23 does wrong when roles flip at run time, and
+draws tokens by their requests' seeds, so that a resent turn draws what the undisturbed one would have.
 
 SGLang only logs a plugin that fails, so this one looks after itself: `verify` finds each hook in the function that it is
 meant for, or tells which one is missing. An engine that may flip does not start unfixed, nor with another SGLang than
@@ -100,6 +101,19 @@ def _moved(receiver: Any, cp_rank: int, known: dict[str, Any]) -> bool:
     return now is not None and any(now[key] != known[key] for key in ("rank_ip", "rank_port"))
 
 
+def fill_seeds(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """SGLang drops the seeds of requests; see `draws`, which needs PyTorch, and this module does not."""
+    from prorsa.engines.sglang_server import draws
+
+    return draws.fill_seeds(original, *arguments, **options)
+
+
+def draw_by_seed(original: Callable[..., Any], *arguments: Any) -> Any:
+    from prorsa.engines.sglang_server import draws
+
+    return draws.draw_by_seed(original, *arguments)
+
+
 ROLE_SWITCH = "sglang.srt.disaggregation.role_switch"
 FIXES = (
     Fix("leaking-decode", f"{ROLE_SWITCH}._reject_reason", refuse_leaking_decode),
@@ -110,6 +124,8 @@ FIXES = (
         "sglang.srt.disaggregation.common.conn.CommonKVReceiver._setup_bootstrap_infos",
         forget_moved_peers,
     ),
+    Fix("seeds", "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", fill_seeds),
+    Fix("seeded-draws", "sglang.srt.layers.sampler.Sampler._sample_from_probs", draw_by_seed),
 )
 
 

@@ -9,6 +9,7 @@ then `generate`; each such call is a trajectory of one turn, for verl does not s
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -114,12 +115,15 @@ class ControlRouter:
     def _request(self, trajectory: str, prompt: Sequence[int], params: Mapping[str, Any]) -> TurnRequest:
         room = self._config.model.max_context - len(prompt)
         asked = params.get("max_tokens") or params.get("max_new_tokens") or room
+        seed = params.get("seed")
         sampling = SamplingParams(
             max_new_tokens=min(asked, room),
             temperature=params.get("temperature", 1.0),
             top_p=params.get("top_p", 1.0),
             top_k=params.get("top_k", -1),
             stop_token_ids=self._tokenizer.eos_ids,
+            # Without one a resend would draw anew.
+            seed=secrets.randbits(63) if seed is None else seed,
         )
         return TurnRequest(trajectory, 0, tuple(prompt), sampling)
 

@@ -1,11 +1,8 @@
 """A sandbox is one Python process: `Worker` is the running interpreter, `ProcessSandbox` what a trajectory holds.
 
-What is isolated (Linux): memory, CPU time, file size, open files and wall time are bounded; the parent's environment,
-descriptors and site-packages are not inherited; the working directory is its own and goes when it ends. With Landlock
-the code writes only there and reads only there and in Python's libraries. With seccomp it starts no process or thread,
-opens no socket and signals nobody. `Worker.enforced` says which of the two the kernel grants; without them the code has
-the user's files and network. What is not isolated: how many files it writes, its share of the memory bus and of the CPU
-within its time, and the kernel itself. Against code that attacks the machine, run Prorsa inside a container or a VM.
+What is isolated, and what of it the kernel may lack, is told by `prorsa.rollout.sandboxes.runner` and in docs/security.md;
+`Worker.enforced` has what this one grants. In any case memory, CPU time, wall time, the size of a file and the number of open
+ones are bounded, and the parent's environment, descriptors and site-packages are not inherited.
 
 No worker is left behind: its end, whatever caused it, is noticed through a pidfd, and its directory is removed then.
 """
@@ -13,11 +10,9 @@ No worker is left behind: its end, whatever caused it, is noticed through a pidf
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import os
 import platform
-import shutil
 import signal
 import socket
 import subprocess
@@ -30,12 +25,13 @@ from pathlib import Path
 
 from prorsa.lifecycle.events import SandboxMode
 from prorsa.rollout.sandboxes.base import SandboxError
-
-log = logging.getLogger(__name__)
+from prorsa.rollout.sandboxes.directories import holds_more
 
 RUNNER = Path(__file__).with_name("runner.py")
 START_TIMEOUT = 30.0
 """Seconds until an interpreter must have reported; on an idle core it takes about 0.03 s."""
+DISK_CHECK = 0.25
+"""Seconds between two looks at a directory that the kernel does not bound."""
 CALLS_OF_CPU = 20
 """A worker's CPU time over its life, in calls of full length: a bound for one whose parent hangs."""
 
@@ -48,6 +44,10 @@ class Limits:
     """Address space, the interpreter's own included."""
     file_mb: int = 4
     """Size of one file."""
+    disk_mb: int = 64
+    """Size of all its files together."""
+    files: int = 4096
+    """Its files and directories."""
     output_chars: int = 2000
     """Longest printed text that a call returns; its traceback may take as much again."""
 
@@ -62,23 +62,25 @@ class Worker:
     Its parent is the thread that makes it, which therefore has to outlive it.
     """
 
-    def __init__(self, root: Path, limits: Limits, living: set[Worker]) -> None:
-        """Start the process in a new directory below `root`. It is in `living` until it has ended. Raises `OSError`."""
+    def __init__(self, root: Path, limits: Limits, ended: Callable[[Worker], None]) -> None:
+        """Start the process in a new directory below `root`. `ended` is told of its end. Raises `OSError`."""
         self.limits = limits
         self.home = Path(tempfile.mkdtemp(dir=root))
+        """Empty for us where the sandbox has a file system of its own there."""
         self.enforced: frozenset[str] = frozenset()
-        """Of "files" (Landlock) and "calls" (seccomp) those that the kernel enforces; known after `lock_in`."""
+        """What the kernel enforces, of the names in `prorsa.rollout.sandboxes.runner`; known after `lock_in`."""
         self.ended = asyncio.Event()
-        """Set once the process is reaped and the directory is gone."""
-        self._living = living
+        """Set once the process is reaped, whatever ended it."""
+        self._tell = ended
+        self._too_much = False
+        """Whether it was killed for what it wrote."""
         self._writer: asyncio.StreamWriter | None = None
         try:
             self.process, self._pidfd, self._wire = _launch(self.home, limits)
         except OSError:
-            remove_tree(self.home)
+            self.home.rmdir()
             raise
         asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
-        living.add(self)
 
     async def lock_in(self) -> None:
         """Wait until the interpreter enforces its limits. Raises `SandboxError`; it is dead then."""
@@ -99,7 +101,7 @@ class Worker:
     async def run(self, code: str) -> str:
         """Raises `TimeoutError` or `WorkerEnded`; the process is dead then, as it is after a cancellation."""
         data = code.encode("utf-8", "replace")
-        async with self._bound(self.limits.timeout):
+        async with self._bound(self.limits.timeout), self._disk_watched():
             assert self._writer is not None
             self._writer.write(len(data).to_bytes(4, "big") + data)
             await self._writer.drain()
@@ -123,10 +125,33 @@ class Worker:
         except (OSError, EOFError):
             self.kill()
             await self.ended.wait()
-            raise WorkerEnded(_manner(self.process.returncode)) from None
+            raise WorkerEnded(self._manner()) from None
         except BaseException:
             self.kill()
             raise
+
+    @asynccontextmanager
+    async def _disk_watched(self) -> AsyncIterator[None]:
+        """Where the kernel does not bound what it writes, kill it for too much."""
+        watch = None if "disk" in self.enforced else asyncio.create_task(self._watch_disk())
+        try:
+            yield
+        finally:
+            if watch is not None:
+                watch.cancel()
+
+    async def _watch_disk(self) -> None:
+        most = self.limits.disk_mb << 20, self.limits.files
+        while not self._too_much:
+            await asyncio.sleep(DISK_CHECK)
+            self._too_much = await asyncio.to_thread(holds_more, self.home, *most)
+        self.kill()
+
+    def _manner(self) -> str:
+        if self._too_much:
+            return f"wrote more than {self.limits.disk_mb} MB or {self.limits.files} files and was killed"
+        code = self.process.returncode
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     async def _receive(self) -> str:
         length = int.from_bytes(await self._reader.readexactly(4), "big")
@@ -142,18 +167,22 @@ class Worker:
         # A socket that is only just being connected is not ours to close yet: `lock_in` does.
         if self._writer is not None:
             self._writer.close()
-        self._living.discard(self)
-        try:
-            remove_tree(self.home)
-        except OSError as error:
-            log.warning("a sandbox's directory is left: %s", error)
         self.ended.set()
+        self._tell(self)
 
 
 def _launch(home: Path, limits: Limits) -> tuple[subprocess.Popen[bytes], int, socket.socket]:
     """The process, a pidfd of it, and our end of its standard input, which is a socket."""
     cpu_s = math.ceil(limits.timeout * CALLS_OF_CPU)
-    settings = (os.getpid(), limits.memory_mb, limits.file_mb, cpu_s, limits.output_chars)
+    settings = (
+        os.getpid(),
+        limits.memory_mb,
+        limits.file_mb,
+        cpu_s,
+        limits.output_chars,
+        limits.disk_mb,
+        limits.files,
+    )
     ours, theirs = socket.socketpair()
     with theirs, ExitStack() as undo:
         undo.callback(ours.close)
@@ -173,23 +202,6 @@ def _launch(home: Path, limits: Limits) -> tuple[subprocess.Popen[bytes], int, s
     return process, pidfd, ours
 
 
-def remove_tree(path: Path) -> None:
-    """Remove a directory, also one whose code took its own permissions away."""
-    try:
-        shutil.rmtree(path)
-    except PermissionError:
-        path.chmod(0o700)
-        for parent, names, _ in os.walk(path):
-            for directory in (Path(parent, name) for name in names):
-                if not directory.is_symlink():
-                    directory.chmod(0o700)
-        shutil.rmtree(path)
-
-
-def _manner(returncode: int) -> str:
-    return f"was killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exited with code {returncode}"
-
-
 class ProcessSandbox:
     """The sandbox of one trajectory: a worker, and a new one after a call that killed it."""
 
@@ -200,6 +212,11 @@ class ProcessSandbox:
         self.mode = SandboxMode.COLD if prewarmed is None else SandboxMode.PREWARMED
         self._worker = prewarmed
         self._start = start
+
+    @property
+    def enforced(self) -> frozenset[str]:
+        """What confines it, by the names of `prorsa.rollout.sandboxes.runner`; empty before it has started."""
+        return frozenset() if self._worker is None else self._worker.enforced
 
     async def start(self) -> None:
         if self._worker is None:

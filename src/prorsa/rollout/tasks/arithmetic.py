@@ -45,7 +45,7 @@ _NEXT: dict[Operation, tuple[str, ...]] = {
     "subtract_from": ("Then subtract that from {b}.", "Take that away from {b}."),
     "multiply": ("Then multiply by {b}.", "Multiply that by {b}."),
 }
-_ANSWER = re.compile(r"answer[^\d\n-]{0,16}(-?\d[\d.,]*)")
+_ANSWER = re.compile(r"answer[^\d\n-]{0,16}(-?\d[\d.,]*+)(?![\d.,-]*\d)")
 
 
 @dataclass(frozen=True, slots=True)

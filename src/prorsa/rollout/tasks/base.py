@@ -7,15 +7,14 @@ both splits. `reward` and `parse_tool_call` take whatever a model writes and nev
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
+
+from prorsa.rollout import toolcalls
 
 Split = Literal["train", "test"]
 Message = dict[str, Any]
 """A chat message as chat templates take it: `role`, `content`, and for an assistant perhaps `tool_calls`."""
-
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +54,7 @@ class Task(Protocol):
 
 
 def parse_tool_call(text: str) -> ToolCall | None:
-    """The first well-formed `<tool_call>` of a model turn, in the convention of Qwen's chat templates.
-
-    None where there is no closed pair of tags around a JSON object with a string `name` and an object `arguments`.
-    """
-    for body in _CALL.findall(text):
-        try:
-            call = json.loads(body)
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(call, dict):
-            continue
-        name, arguments = call.get("name"), call.get("arguments")
-        if isinstance(name, str) and isinstance(arguments, dict):
-            return ToolCall(name, arguments)
+    """The first tool call of a model turn, in the convention of Qwen's chat templates (see `rollout.toolcalls`)."""
+    for call in toolcalls.parse(text).calls:
+        return ToolCall(call.name, json.loads(call.arguments))
     return None

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 
-from prorsa.config import ConfigError
+from prorsa.config import find_yaml, shipped
 from prorsa.simulation.experiments import paper
 from prorsa.simulation.experiments.grid import Grid, Job
 from prorsa.simulation.outcome import RunOutcome
@@ -104,20 +104,13 @@ QUICK = Budget(
 
 
 def scenario_path(name: str) -> Path:
-    """Of a shipped scenario by its name; what ends as a YAML file's name is a path already. Raises `ConfigError`."""
-    if name.endswith((".yaml", ".yml")):
-        return Path(name)
-    if name not in shipped_scenarios():
-        raise ConfigError(
-            f"scenario={name}: none that comes with Prorsa; give the path of a YAML file, or one of: "
-            + ", ".join(shipped_scenarios())
-        )
-    return Path(str(SCENARIOS / f"{name}.yaml"))
+    """Of a scenario that comes with Prorsa, by its name, or of any by its path. Raises `ConfigError`."""
+    return find_yaml(name, SCENARIOS, "scenario")
 
 
 def shipped_scenarios() -> list[str]:
     """Names of the scenarios that come with Prorsa."""
-    return sorted(entry.name.removesuffix(".yaml") for entry in SCENARIOS.iterdir() if entry.name.endswith(".yaml"))
+    return shipped(SCENARIOS)
 
 
 SETTINGS = tuple(
