@@ -168,7 +168,7 @@ def endpoint(text: str) -> SGLangEngine:
 
 def simulate(parsed: argparse.Namespace) -> int:
     scenario = load_scenario(scenario_path(parsed.scenario), parsed.overrides)
-    faults = load_faults(parsed.faults) if parsed.faults else None
+    faults = None if parsed.faults is None else load_faults(parsed.faults)
     if parsed.dry_run:
         print(dump_config(scenario), end="")
         return 0
