@@ -1,4 +1,4 @@
-"""The policies, on demands worked out by hand."""
+"""The policies, on demands worked out by hand; within the budget, one instance of each role, steady (promise 8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The solver: numbers by hand, brute force in exact fractions, and the paper's own two-case formulation."""
+"""The solver (promise 8): numbers by hand, brute force in exact fractions, and the paper's own two-case formulation."""
 
 from __future__ import annotations
 

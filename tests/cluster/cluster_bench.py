@@ -44,6 +44,7 @@ class Cluster:
             counts[letter] += 1
             self.engines[name] = FakeEngine(name, self.world, ROLES[letter], **engine)
             self.fleet.add(Instance(self.engines[name], ROLES[letter], self.engines[name].capacity))
+        self.world.given_up = lambda name: self.fleet[name].state is InstanceState.DEAD
 
     def apply(self, event: Event) -> None:
         self.tracker.apply(event)
@@ -66,6 +67,7 @@ class Cluster:
         return int(snapshot.tokens[snapshot.ids.index(trajectory)])
 
     def check_nothing_left(self) -> None:
+        assert self.world.wrong == []
         assert self.router.live == 0
         assert self.router.waiting == 0
         assert {name: list(engine.legs) for name, engine in self.engines.items() if engine.legs} == {}
@@ -169,6 +171,7 @@ class Bench:
             switch_limits=SwitchLimits(idle_timeout=3.0, flip_timeout=5.0, canary_timeout=canary_timeout),
             health_limits=HealthLimits(interval=1.0, timeout=2.0),
         )
+        self.world.given_up = lambda name: self.control.fleet[name].state is InstanceState.DEAD
 
     async def __aenter__(self) -> Bench:
         await self.control.start()
@@ -190,6 +193,7 @@ class Bench:
         )
 
     def check_nothing_left(self) -> None:
+        assert self.world.wrong == []
         assert (self.control.router.live, self.control.router.waiting) == (0, 0)
         engines = [*self.engines.values(), *self.restarter.engines.values()]
         assert [(engine.name, list(engine.legs)) for engine in engines if engine.legs] == []

@@ -6,7 +6,8 @@ The next token is a function of the context alone, so any run can be compared wi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,15 +84,46 @@ class World:
         """(engine, rid) of every abort that arrived."""
         self._attempts: dict[str, list[str]] = {}
         """trajectory.turn -> rid of each of its live legs."""
+        self._firsts: dict[str, GenerateRequest] = {}
+        """trajectory.turn -> the first request that was made for it."""
+        self._cancelled: dict[str, float] = {}
+        """rid -> when an engine was first told to abort it."""
+        self.wrong: list[str] = []
+        """What no engine may see, in words."""
+        self.given_up: Callable[[str], bool] = lambda engine: False
+        """Whether an engine counts as dead: it gets no aborts then, its connections are closed."""
 
-    def leg_starts(self, rid: str) -> None:
-        """A turn may have no two attempts alive, anywhere."""
-        legs = self._attempts.setdefault(rid.rpartition(".")[0], [])
-        assert set(legs) <= {rid}, f"{rid} starts while {legs} live"
-        legs.append(rid)
+    def leg_starts(self, request: GenerateRequest) -> None:
+        """A turn may have no two attempts alive, anywhere; each asks for what is left of the turn, and for no more."""
+        turn = request.rid.rpartition(".")[0]
+        legs = self._attempts.setdefault(turn, [])
+        if set(legs) - {request.rid}:
+            self.wrong.append(f"{request.rid} starts while {legs} live")
+        legs.append(request.rid)
+        first = self._firsts.setdefault(turn, request)
+        prompt, context = tuple(first.input_ids), tuple(request.input_ids)
+        left = first.sampling.max_new_tokens - (len(context) - len(prompt))
+        if context[: len(prompt)] != prompt or request.sampling.max_new_tokens != left:
+            self.wrong.append(f"{request.rid} asks for {request.sampling.max_new_tokens} tokens; {left} are left")
 
-    def leg_ends(self, rid: str) -> None:
+    def aborted(self, engine: str, rid: str | None) -> None:
+        self.aborts.append((engine, rid))
+        if rid is not None:
+            self._cancelled.setdefault(rid, asyncio.get_running_loop().time())
+
+    def leg_ends(self, engine: str, rid: str, closed: bool) -> None:
+        """A cancel reaches both sides: where an attempt was aborted on one, no leg on the other may go on without an abort,
+        or be `closed` without one by who reads it."""
         self._attempts[rid.rpartition(".")[0]].remove(rid)
+        cancelled = self._cancelled.get(rid, math.inf)
+        late = cancelled < asyncio.get_running_loop().time()
+        missed = (late or (closed and cancelled < math.inf)) and not self.given_up(engine)
+        if missed and not {(engine, rid), (engine, None)} & set(self.aborts):
+            self.wrong.append(f"{rid} was aborted at {cancelled} s, but not on {engine}")
+
+    def live(self, turn: str) -> list[str]:
+        """rid of each live leg of `trajectory.turn`, on any engine."""
+        return self._attempts.get(turn, [])
 
     def room(self, bootstrap: Bootstrap) -> asyncio.Future[None]:
         return self._rooms.setdefault(bootstrap, asyncio.get_running_loop().create_future())
@@ -161,19 +193,22 @@ class FakeEngine:
             self.refuse -= 1
             raise EngineBusy(f"engine {self.name}: asked {request.rid}; answered 503: queue full")
         assert request.rid not in self.legs, f"{request.rid} is live on {self.name} already"
-        self.world.leg_starts(request.rid)
+        self.world.leg_starts(request)
         leg = self.legs[request.rid] = Leg(request.rid)
         self.served.append(request)
+        closed = True
         try:
             stream = self._prefill if self.role is Role.PREFILL else self._decode
             async for chunk in stream(request, leg):
+                closed = chunk.finish is None
                 yield chunk
         except Broken:
+            closed = False
             raise EngineGone(f"engine {self.name}: asked {request.rid}; the stream broke off") from None
         finally:
             leg.interrupt.cancel()
             self.legs.pop(request.rid, None)
-            self.world.leg_ends(request.rid)
+            self.world.leg_ends(self.name, request.rid, closed)
 
     async def _prefill(self, request: GenerateRequest, leg: Leg) -> AsyncIterator[Chunk]:
         assert request.bootstrap is not None
@@ -240,7 +275,7 @@ class FakeEngine:
 
     async def abort(self, rid: str | None = None) -> None:
         self._answer()
-        self.world.aborts.append((self.name, rid))
+        self.world.aborted(self.name, rid)
         if self.deaf:
             return
         for leg in self.legs.values():

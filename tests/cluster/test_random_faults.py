@@ -89,6 +89,8 @@ class Run:
         self.version = 0
         self.callers = [asyncio.create_task(self.trajectory(i)) for i in range(TRAJECTORIES)]
         self.cancelled: set[int] = set()
+        self.hurried: set[int] = set()
+        """Those of them that were cancelled more than once."""
         self.background: list[asyncio.Task[object]] = []
 
     async def trajectory(self, number: int) -> None:
@@ -97,7 +99,11 @@ class Run:
         await control.record(Sampled(now(), name, group="g", task="t", version=control.version))
         for turn in range(TURNS):
             request = ask(name, 10 + 7 * number % 50, turn, tuple(context))
-            result: TurnResult = await control.generate(request)
+            try:
+                result: TurnResult = await control.generate(request)
+            finally:
+                # When its caller hears of the end, no engine has any of it. A second cancel is not waited for.
+                assert number in self.hurried or self.bench.world.live(f"{name}.{turn}") == []
             check_equals_reference(request, result)
             assert list(result.versions) == sorted(result.versions)
             self.turns += 1
@@ -125,7 +131,7 @@ class Run:
                 self.background.append(asyncio.create_task(self.update(self.version)))
             case "cancel a caller":
                 if not self.callers[act.number].done():
-                    self.cancelled.add(act.number)
+                    (self.hurried if act.number in self.cancelled else self.cancelled).add(act.number)
                     self.callers[act.number].cancel()
             case fault:
                 strike(self.bench.engine(instance.name), fault)

@@ -5,68 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-from cluster_bench import Keep
+from real_cluster import BUDGET, ROLES, cluster, in_service, left, trajectory
 
-from prorsa.allocation import Allocation, PrefillSpeed
+from prorsa.allocation import Allocation
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.instances import InstanceState
-from prorsa.cluster.manager import HealthLimits
-from prorsa.cluster.turns import TurnRequest, TurnResult
 from prorsa.engines.launcher import EmbeddedLauncher
-from prorsa.engines.protocol import Role, SamplingParams
-from prorsa.forecast import LifecycleForecaster
-from prorsa.lifecycle.events import Done, RewardStarted, Sampled
+from prorsa.engines.protocol import Role
 
-TRAJECTORIES, BUDGET = 16, 150
-ROLES = [Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE]
-
-
-@asynccontextmanager
-async def cluster(checkpoint: Path, log_dir: Path) -> AsyncIterator[tuple[ControlPlane, EmbeddedLauncher]]:
-    launcher = EmbeddedLauncher(
-        str(checkpoint),
-        kv_tokens=4096,
-        block_tokens=16,
-        prefill_chunk=256,
-        max_running=16,
-        max_waiting=64,
-        kv_store_tokens=16384,
-        log_dir=log_dir,
-    )
-    try:
-        engines = await asyncio.gather(*(launcher.start(f"e{i}", role) for i, role in enumerate(ROLES)))
-        control = ControlPlane(
-            engines,
-            forecaster=LifecycleForecaster(None, 1000.0),
-            policy=Keep(),
-            speed=PrefillSpeed(1000.0),
-            horizon=0.5,
-            restarter=launcher,
-            health_limits=HealthLimits(interval=0.3),
-        )
-        await control.start()
-        try:
-            yield control, launcher
-        finally:
-            await control.stop()
-    finally:
-        await launcher.close()
-
-
-async def trajectory(control: ControlPlane, number: int) -> TurnResult:
-    now, name = asyncio.get_running_loop().time, f"t{number}"
-    prompt = tuple(int(token) for token in np.random.default_rng(number).integers(1, 300, 20 + 5 * number))
-    await control.record(Sampled(now(), name, group="g", task="t"))
-    result = await control.generate(TurnRequest(name, 0, prompt, SamplingParams(BUDGET, 0.0)))
-    await control.record(RewardStarted(now(), name, len(prompt) + len(result.token_ids)))
-    await control.record(Done(now(), name, 1.0, True))
-    return result
+TRAJECTORIES = 16
 
 
 async def generated(control: ControlPlane, share: float) -> None:
@@ -74,12 +25,6 @@ async def generated(control: ControlPlane, share: float) -> None:
     async with asyncio.timeout(60.0):
         while control.status().output_tokens < share * TRAJECTORIES * BUDGET:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
-
-
-async def in_service(control: ControlPlane) -> None:
-    async with asyncio.timeout(60.0):
-        while any(i.state is not InstanceState.ROUTED for i in control.fleet):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 Disturbance = Callable[[ControlPlane, EmbeddedLauncher], Awaitable[None]]
@@ -131,8 +76,7 @@ def test_nothing_that_happens_to_engines_changes_a_token(checkpoint: Path, tmp_p
                 assert len(result.token_ids) == len(result.logprobs) == len(result.versions) == BUDGET
             if disturb is not undisturbed:
                 assert control.status().resends > 0
-            loads = [await instance.engine.load() for instance in control.fleet]
-            assert [(load.running, load.waiting, load.used_tokens) for load in loads] == [(0, 0, 0)] * len(loads)
+            assert await left(control) == [(0, 0, 0)] * len(ROLES)
             return [result.token_ids for result in results]
 
     async def main() -> None:

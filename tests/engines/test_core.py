@@ -1,4 +1,4 @@
-"""What the engine core promises its owner: nothing is lost, computed twice, or read across weights versions."""
+"""What the engine core promises its owner: nothing is lost, computed twice, or read across weights versions (promise 9)."""
 
 from __future__ import annotations
 

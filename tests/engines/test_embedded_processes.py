@@ -1,4 +1,7 @@
-"""Real engine processes, driven by the client: what disaggregation, aborts, flips and weight updates must not change."""
+"""Real engine processes, driven by the client: what disaggregation, aborts, flips and weight updates must not change.
+
+Promises 1, 5, 6 and 9.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The controller: every group ends exactly once, batches are complete, stale ones are dropped, rules launch what they say."""
+"""The controller: every group ends exactly once (promise 10), batches are complete, rules launch what they say."""
 
 from __future__ import annotations
 

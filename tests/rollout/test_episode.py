@@ -1,4 +1,4 @@
-"""One episode: legal events, the tokens trained on are the tokens generated, and a clean end whatever happens."""
+"""One episode: legal events, the tokens trained on are the tokens generated (promises 2 and 12), a clean end (10, 11)."""
 
 from __future__ import annotations
 

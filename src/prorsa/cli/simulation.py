@@ -28,6 +28,7 @@ from prorsa.simulation.experiments.terminal import (
     jobs_view,
     plain_table,
 )
+from prorsa.simulation.faults import load_faults
 from prorsa.simulation.measure import Limits
 from prorsa.simulation.scenario import load_scenario
 
@@ -69,6 +70,11 @@ def add_simulate(subparsers: Subparsers) -> None:
     sub.add_argument("--json", metavar="PATH", help="write every number (docs/analysis.md says what each is)")
     sub.add_argument("--out", default="report.html", metavar="PATH", help="the page with charts (default report.html)")
     sub.add_argument("--record", metavar="DIR", help="also write a run directory for each policy, as a rollout does")
+    sub.add_argument(
+        "--faults",
+        metavar="FILE",
+        help="also let the faults of a schedule happen, beside a run without; `every-kind` is shipped",
+    )
     sub.add_argument("--workers", type=int, default=2, help="processes (default 2)")
     sub.add_argument("--dry-run", action="store_true", help="print the resolved scenario and stop")
     sub.set_defaults(command=simulate)
@@ -162,12 +168,13 @@ def endpoint(text: str) -> SGLangEngine:
 
 def simulate(parsed: argparse.Namespace) -> int:
     scenario = load_scenario(scenario_path(parsed.scenario), parsed.overrides)
+    faults = None if parsed.faults is None else load_faults(parsed.faults)
     if parsed.dry_run:
         print(dump_config(scenario), end="")
         return 0
     check_workers(parsed.workers)
     with GridProgress(console) as progress:
-        comparison = compare(scenario, parsed.policy, parsed.workers, progress, parsed.record)
+        comparison = compare(scenario, parsed.policy, parsed.workers, progress, parsed.record, faults)
     console.print(comparison)
     if parsed.json:
         say(f"{comparison_report.write_json(comparison, parsed.json)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -42,6 +42,32 @@ class RoleCount:
 
 
 @dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault of a schedule. `target` is what it struck; None where there was nothing of the kind to strike."""
+
+    time: float
+    kind: str
+    target: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Toll:
+    """What became of a run under a schedule of faults, or of the one that it is held against, which had none."""
+
+    faults: tuple[Fault, ...]
+    restarts: int
+    """Instances that were started anew."""
+    recomputed_tokens: int
+    """Prompt tokens that were computed for requests that were sent again; flips and weight updates resend too."""
+    unread_tokens: int
+    """Generated, and lost before anybody had them."""
+    lost: int
+    """Trajectories that were dropped for anything but staleness."""
+    slowdown: float
+    """Mean rollout time of a step, over that of the run without faults."""
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyOutcome:
     """What one policy made of the workload. Times are seconds of the run, shares are fractions."""
 
@@ -76,6 +102,8 @@ class PolicyOutcome:
     """In equal windows, of 10 s by default."""
     kv_use: Points
     """Share of the decode instances' KV capacity that was in use."""
+    toll: Toll | None = None
+    """None where no schedule of faults was asked for."""
 
     @property
     def rollout_s(self) -> float:
@@ -165,6 +193,29 @@ def figures(comparison: Comparison) -> Iterator[list[str]]:
     yield ["trajectories done", *(f"{outcome.done}" for outcome in outcomes)]
     yield ["trajectories dropped", *(f"{outcome.dropped}" for outcome in outcomes)]
     yield ["groups replaced", *(f"{outcome.replaced_groups}" for outcome in outcomes)]
+    if any(outcome.toll is not None for outcome in outcomes):
+        yield from _tolls([outcome.toll for outcome in outcomes])
+
+
+def _tolls(tolls: Sequence[Toll | None]) -> Iterator[list[str]]:
+    kinds = dict.fromkeys(fault.kind for toll in tolls if toll is not None for fault in toll.faults)
+
+    def row(name: str, cell: Callable[[Toll], str]) -> list[str]:
+        return [name, *("-" if toll is None else cell(toll) for toll in tolls)]
+
+    yield row("rollout of a step, against no faults", lambda toll: _times(toll.slowdown))
+    for kind in kinds:
+        yield row(f"faults: {kind}", lambda toll, kind=kind: _struck(toll, kind))  # type: ignore[misc]
+    yield row("instances started anew", lambda toll: f"{toll.restarts}")
+    yield row("prompt tokens computed for resends", lambda toll: f"{toll.recomputed_tokens}")
+    yield row("tokens generated and lost", lambda toll: f"{toll.unread_tokens}")
+    yield row("trajectories lost", lambda toll: f"{toll.lost}")
+
+
+def _struck(toll: Toll, kind: str) -> str:
+    happened = [fault for fault in toll.faults if fault.kind == kind]
+    missed = sum(fault.target is None for fault in happened)
+    return f"{len(happened) - missed}" + f" (+{missed} without target)" * bool(missed)
 
 
 def _wape(outcome: PolicyOutcome, name: str) -> str:
@@ -191,13 +242,20 @@ def to_json(comparison: Comparison) -> Json:
         "notes": list(comparison.notes),
         "outcomes": [
             {
-                **plain(outcome),
+                **_outcome(outcome),
                 "windows": [_window(window) for window in outcome.windows],
                 "speed_up": plain(comparison.speed_up(outcome)),
             }
             for outcome in comparison.outcomes
         ],
     }
+
+
+def _outcome(outcome: PolicyOutcome) -> Json:
+    said: Json = plain(outcome)
+    if outcome.toll is None:
+        del said["toll"]
+    return said
 
 
 def _window(window: Window) -> Json:

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 LOST_ROUNDS = 8
 """The rollout fails once so many times its capacity of groups were lost in a row: it would go on for ever."""
 ENDED = "the rollout ended"
+STALE = "stale"
+"""How the reason begins for which a trajectory that is too old is dropped."""
 
 
 class RolloutFailed(Exception):
@@ -212,7 +214,7 @@ class Controller:
     def _lose_stale(self) -> None:
         version, most = self._control.version, self.plan.max_staleness
         for group in [group for group in self._groups.values() if version - group.version > most]:
-            self._lose(group, f"stale: sampled with weights {group.version}, now {version}, max_staleness {most}")
+            self._lose(group, f"{STALE}: sampled with weights {group.version}, now {version}, max_staleness {most}")
 
     def _lose(self, group: Group, reason: str) -> None:
         self._lost_in_a_row += 1

@@ -47,6 +47,29 @@ class FlipRecord:
     cancelled: int
 
 
+@dataclass(frozen=True, slots=True)
+class FaultRecord:
+    time: float
+    kind: str
+    target: str | None
+    """What it struck; None where there was nothing of the kind to strike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbance:
+    """What happened to a run and what it cost. Flips and weight updates cancel and resend too."""
+
+    faults: tuple[FaultRecord, ...] = ()
+    restarts: int = 0
+    """Engines that were started anew."""
+    recomputed_tokens: int = 0
+    """Prompt tokens that were computed for requests that were sent again."""
+    unread_tokens: int = 0
+    """Generated, and lost before anybody had them."""
+    lost: int = 0
+    """Trajectories that were dropped for anything but staleness."""
+
+
 @dataclass(slots=True)
 class RunOutcome:
     policy: str
@@ -75,6 +98,7 @@ class RunOutcome:
     """Length of the run."""
     instances: int
     gpus: int
+    disturbance: Disturbance = Disturbance()
 
     @classmethod
     def of_steps(cls, steps: list[StepOutcome]) -> RunOutcome:

@@ -31,14 +31,16 @@ from prorsa.report.comparison import RoleCount
 from prorsa.report.recorder import RunRecorder
 from prorsa.report.rundir import StepRecord
 from prorsa.report.volumes import Volume
-from prorsa.rollout.controller import Controller, Plan
+from prorsa.rollout.controller import STALE, Controller, Plan
 from prorsa.rollout.sampler import Group, Sampler
 from prorsa.simulation import clock
 from prorsa.simulation.clairvoyant import Clairvoyant, View
 from prorsa.simulation.engines.cluster import SimulatedCluster
 from prorsa.simulation.engines.statistics import BIN_S, Statistics
+from prorsa.simulation.faults import FaultSchedule, Injector
 from prorsa.simulation.foresight import Tables
 from prorsa.simulation.outcome import (
+    Disturbance,
     FlipRecord,
     ForecastWindow,
     RunOutcome,
@@ -55,7 +57,7 @@ PREFILLS_A_RANK = 4
 """Outstanding prefills that the router gives an instance for each of its ranks: enough for the ranks to fill each other's
 steps, and few enough that the backlog stays in the ready queue, where the forecast sees it."""
 HEALTH_INTERVAL = 60.0
-"""Seconds; simulated engines die only where a test kills them, and then their streams break at once."""
+"""Seconds, of a run without faults: nothing fails in it."""
 SAMPLE = 64
 """Scripts from which the profiled prefill speed of a workload is worked out."""
 
@@ -64,18 +66,30 @@ Progress = Callable[[int, int], None]
 
 
 def run_scenario(
-    scenario: Scenario, name: str, *, progress: Progress | None = None, record_to: Path | None = None
+    scenario: Scenario,
+    name: str,
+    *,
+    faults: FaultSchedule | None = None,
+    progress: Progress | None = None,
+    record_to: Path | None = None,
 ) -> RunOutcome:
-    """Run `scenario.policies[name]`. `record_to` also writes a run directory, which takes longer.
+    """Run `scenario.policies[name]` while `faults` happen. `record_to` also writes a run directory, which takes longer.
 
     Raises `ConfigError` where the cluster cannot be built, and `ConservationError` where the simulation contradicts itself.
     """
-    return clock.run(_run(_Setting(scenario, name), progress, record_to))
+    return clock.run(_run(_setting(scenario, name, faults), faults, progress, record_to))
 
 
-def check_scenario(scenario: Scenario, name: str) -> None:
-    """Raises `ConfigError` where `scenario.policies[name]` cannot be built."""
-    _Setting(scenario, name)
+def check_scenario(scenario: Scenario, name: str, faults: FaultSchedule | None = None) -> None:
+    """Raises `ConfigError` where `scenario.policies[name]` cannot be built, or `faults` are none for it."""
+    _setting(scenario, name, faults)
+
+
+def _setting(scenario: Scenario, name: str, faults: FaultSchedule | None) -> _Setting:
+    setting = _Setting(scenario, name)
+    if faults is not None:
+        faults.check(setting.roles, name)
+    return setting
 
 
 class _Setting:
@@ -167,7 +181,9 @@ def _roles(policy: PolicySection, prefill: Profile, decode: Profile, gpus: int) 
     return {f"engine-{index}": role for index, role in enumerate(roles)}
 
 
-async def _run(setting: _Setting, progress: Progress | None, record_to: Path | None) -> RunOutcome:
+async def _run(
+    setting: _Setting, faults: FaultSchedule | None, progress: Progress | None, record_to: Path | None
+) -> RunOutcome:
     scenario, rollout = setting.scenario, setting.rollout
     model = PseudoModel(setting.workload, hashed=scenario.hardware.tokens == "hash")
     cluster = SimulatedCluster(
@@ -200,7 +216,7 @@ async def _run(setting: _Setting, progress: Progress | None, record_to: Path | N
                 prefill_slots=setting.prefill_slots,
                 decode_slots=setting.decode.ranks * setting.decode.max_running,
             ),
-            health_limits=HealthLimits(interval=HEALTH_INTERVAL),
+            health_limits=HealthLimits(interval=HEALTH_INTERVAL) if faults is None else HealthLimits(),
         )
         await control.start()
         try:
@@ -211,17 +227,27 @@ async def _run(setting: _Setting, progress: Progress | None, record_to: Path | N
                 max_context=scenario.workload.max_context,
             )
             sampler = Sampler(setting.launches.questions, setting.group_size, scenario.seed)
-            async with Controller(control, environment, sampler, setting.plan(injection)) as controller:
+            async with (
+                Injector(faults, cluster) as injector,
+                Controller(control, environment, sampler, setting.plan(injection)) as controller,
+            ):
                 trainer = _Trainer(control, rollout)
                 steps = await _steps(controller, trainer, rollout, watch, recorder, progress)
                 # What still runs is dropped when the controller closes: it is no part of the result.
                 watch.close(controller.lost)
+                disturbance = Disturbance(
+                    tuple(injector.happened),
+                    cluster.restarts,
+                    cluster.ledger.recomputed,
+                    cluster.ledger.unread,
+                    watch.lost,
+                )
         finally:
             # A flip that is going on is let end: nothing of it is lost in virtual time.
             async with control.switcher.lock:
                 await control.stop()
         cluster.check()
-    return watch.outcome(setting, steps, scored.windows, cluster.statistics)
+    return watch.outcome(setting, steps, scored.windows, cluster.statistics, disturbance)
 
 
 async def _steps(
@@ -358,6 +384,8 @@ class _Watch(Observer):
         self._kv_use: list[tuple[float, float]] = []
         self._end = 0.0
         self._lost_groups = 0
+        self.lost = 0
+        """Trajectories that were dropped for anything but staleness."""
 
     def close(self, lost_groups: int) -> None:
         """What comes now is no part of the run."""
@@ -378,6 +406,7 @@ class _Watch(Observer):
         elif isinstance(event, Dropped):
             self._live -= 1
             self._dropped += 1
+            self.lost += not event.reason.startswith(STALE)
 
     def decision(self, decision: Decision) -> None:
         if decision.current.decode:
@@ -407,6 +436,7 @@ class _Watch(Observer):
         steps: list[StepOutcome],
         forecasts: list[ForecastWindow],
         statistics: Statistics,
+        disturbance: Disturbance,
     ) -> RunOutcome:
         return RunOutcome(
             policy=setting.name,
@@ -427,6 +457,7 @@ class _Watch(Observer):
             seconds=self._end,
             instances=len(setting.roles),
             gpus=setting.scenario.hardware.gpus,
+            disturbance=disturbance,
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator
+from math import prod
 from typing import Protocol
 
 from prorsa.engines.protocol import (
@@ -27,10 +28,10 @@ from prorsa.engines.protocol import (
 )
 from prorsa.profiles.costs import StepCosts
 from prorsa.profiles.profile import Profile
-from prorsa.simulation.engines.core import NEVER, Core, StepTimes
+from prorsa.simulation.engines.core import NEVER, Core, SlowStepTimes, StepTimes
 from prorsa.simulation.engines.ranks import Job
 from prorsa.simulation.engines.statistics import ConservationError, Ledger, Statistics
-from prorsa.simulation.engines.transfer import Handover, KvStore
+from prorsa.simulation.engines.transfer import Handover, KvStore, Links
 from prorsa.simulation.workloads.pseudo_model import Segment, Stream
 
 __all__ = ["ConservationError", "SimulatedCluster", "SimulatedEngine", "Statistics"]
@@ -69,6 +70,9 @@ class SimulatedCluster:
         self.statistics = Statistics()
         self.ledger = Ledger()
         self.store = KvStore(prefill.store_bytes_per_s) if kv_store else None
+        self.links = Links()
+        self.restarts = 0
+        """Engines that were started anew so far."""
         self.engines: dict[str, SimulatedEngine] = {}
         """By name; those that have died until they are restarted."""
         self._times = {Role.PREFILL: StepTimes(StepCosts(prefill))}
@@ -96,6 +100,8 @@ class SimulatedCluster:
         """Kills what is left of the engine, and starts it anew; that takes the profile's `restart_s`."""
         self.kill(name)
         await asyncio.sleep(self.profile(role).restart_s)
+        self.links.mend(name)
+        self.restarts += 1
         return self.start(name, role)
 
     def kill(self, name: str) -> None:
@@ -128,10 +134,14 @@ class SimulatedCluster:
     def profile(self, role: Role) -> Profile:
         return self.decode if role is Role.DECODE else self.prefill
 
+    def times(self, role: Role, slowdown: float) -> StepTimes:
+        """Of an instance whose steps take `slowdown` times as long as its profile says."""
+        return self._times[role] if slowdown == 1 else SlowStepTimes(StepCosts(self.profile(role)), slowdown)
+
     def core(self, engine: SimulatedEngine, role: Role, version: int) -> Core:
         return Core(
             self.profile(role),
-            self._times[role],
+            self.times(role, engine.slowdown),
             role,
             version=version,
             store=self.store,
@@ -140,13 +150,14 @@ class SimulatedCluster:
             changed=engine.rearm,
             prefill_every=self.prefill_every,
             stream_s=self.stream_s,
+            name=engine.name,
         )
 
     def handover(self, bootstrap: Bootstrap) -> Handover:
         """Both legs of a request get the same one."""
         known = self._handovers.pop(bootstrap, None)
         if known is None:
-            known = self._handovers[bootstrap] = Handover()
+            known = self._handovers[bootstrap] = Handover(self.links)
         return known
 
     def forget(self, bootstrap: Bootstrap) -> None:
@@ -218,7 +229,11 @@ class _Leg:
 
 
 class SimulatedEngine:
-    """An `Engine`. `refuse` and `flip_fault` are faults that a test sets."""
+    """An `Engine`, and the faults that a schedule or a test lets happen to it.
+
+    One that hangs, or that is cut off from the control plane, answers no call and streams nothing until that is over or it
+    dies. Cut off it goes on with what it has; hung it stands still.
+    """
 
     bootstrap_port = 1
 
@@ -231,6 +246,19 @@ class SimulatedEngine:
         """How many more requests are refused as busy."""
         self.flip_fault: str | None = None
         """What every role switch fails with."""
+        self.lose_replies = 0
+        """How many more pieces of streams are lost, with their connections."""
+        self.slowdown = 1.0
+        """How many times as long as usual its steps take."""
+        self._slowdowns: list[float] = []
+        """Factors, of the faults that last."""
+        self._hangs = 0
+        """Faults that let it stand still."""
+        self._hung_since = 0.0
+        self._held = 0
+        """Faults that let no call, answer or token through."""
+        self._reachable = asyncio.Event()
+        self._reachable.set()
         self._cluster = cluster
         self._legs: dict[str, _Leg] = {}
         self._occupied: str | None = None
@@ -245,24 +273,43 @@ class SimulatedEngine:
     # The stream.
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        if self._held:
+            await self._reached()
         core = self.core
         way_s = core.profile.request_s
         if core.role is not Role.DECODE:
             way_s += core.profile.request_steps * core.step_s
         if way_s:
             await asyncio.sleep(way_s)
+            if self._held:
+                await self._reached()
         leg = self._open(request)
+        pending: Chunk | None = None
         late_steps = core.profile.late_steps if core.role is Role.MIXED else 0.0
         try:
             while True:
-                chunk = await leg.next()
+                pending = chunk = await leg.next()
                 if late_steps and core.step_s:
                     await asyncio.sleep(late_steps * core.step_s)
+                if self._held:
+                    await self._reached()
+                if self.lose_replies:
+                    self.lose_replies -= 1
+                    raise EngineGone(f"engine {self.name}: asked {request.rid}; the stream broke off")
+                pending = None
                 yield chunk
                 if chunk.finish is not None:
                     return
         finally:
+            self._book_unread(leg, pending)
             self._close(request, leg)
+
+    def _book_unread(self, leg: _Leg, pending: Chunk | None) -> None:
+        """What was streamed and reached nobody."""
+        chunks = [*leg.chunks, pending] if pending else leg.chunks
+        count = sum(len(chunk.token_ids) for chunk in chunks)
+        self._cluster.ledger.streamed -= count
+        self._cluster.ledger.unread += count
 
     def _open(self, request: GenerateRequest) -> _Leg:
         self._answer()
@@ -313,6 +360,7 @@ class SimulatedEngine:
             first_prompt=self._cluster.first_prompt(segment.group, prompt) if segment.group > 0 else 0,
             report=lambda job, finish: self._report(leg, job, finish),
             handover=None if request.bootstrap is None else self._cluster.handover(request.bootstrap),
+            resent=not request.rid.endswith(".0"),
         )
 
     def _report(self, leg: _Leg, job: Job, finish: FinishReason | None) -> None:
@@ -341,24 +389,24 @@ class SimulatedEngine:
     # Control.
 
     async def abort(self, rid: str | None = None) -> None:
-        self._answer()
+        await self._reached()
         for leg in list(self._legs.values()) if rid is None else filter(None, [self._legs.get(rid)]):
             self.core.abort(leg.job, self._loop.time())
 
     async def load(self) -> Load:
-        self._answer()
+        await self._reached()
         core = self.core
         core.settle(self._loop.time())
         running = core.running
         return Load(running, len(core.jobs) - running, core.live_tokens, core.profile.instance_kv_tokens)
 
     async def info(self) -> EngineInfo:
-        self._answer()
+        await self._reached()
         return EngineInfo(self.core.role, self.core.version, self.core.profile.model)
 
     async def switch_role(self, role: Role) -> None:
         """In place, or else it takes the profile's `flip_s`, and the prefixes that it has cached are lost."""
-        self._answer()
+        await self._reached()
         changes_in_place = in_place(self.core.role, role)
         if self._occupied is not None or (self.core.jobs and not changes_in_place):
             raise EngineBusy(f"engine {self.name}: asked to become {role}; it is not idle")
@@ -378,7 +426,7 @@ class SimulatedEngine:
 
     async def update_weights(self, path: str, version: int) -> None:
         """Takes the profile's `update_s` from when its last request has ended; nothing of the old version is read again."""
-        self._answer()
+        await self._reached()
         if self._occupied is not None:
             raise EngineBusy(f"engine {self.name}: asked to load {path}; it is busy with {self._occupied}")
         await self.abort()
@@ -386,6 +434,8 @@ class SimulatedEngine:
         self.core = self._cluster.core(self, self.core.role, version)
 
     async def healthy(self) -> bool:
+        if self._held:
+            await self._reachable.wait()
         return self.alive
 
     async def close(self) -> None:
@@ -396,10 +446,50 @@ class SimulatedEngine:
             return
         self.alive = False
         self._emptied.set()
+        self._reachable.set()
         jobs = list(self.core.jobs)
         self.core.vanish(self._loop.time())
         self._cluster.ledger.unread += sum(job.generated - job.told for job in jobs)
         self.break_streams()
+
+    def hang(self) -> None:
+        """Stand still, until `go_on`."""
+        self.cut_off()
+        if self._hangs == 0 and self.alive:
+            self._hung_since = self._loop.time()
+            self.core.freeze(self._hung_since)
+        self._hangs += 1
+
+    def go_on(self) -> None:
+        self._hangs -= 1
+        if self._hangs == 0 and self.alive:
+            self.core.thaw(self._loop.time(), self._hung_since)
+        self.connect()
+
+    def cut_off(self) -> None:
+        """Let no call, answer or token through, until `connect`."""
+        self._held += 1
+        if self.alive:
+            self._reachable.clear()
+
+    def connect(self) -> None:
+        self._held -= 1
+        if not self._held:
+            self._reachable.set()
+
+    def slow_down(self, factor: float) -> None:
+        """Make steps take `factor` times as long, until `speed_up` with the same factor; factors multiply."""
+        self._slowdowns.append(factor)
+        self._pace()
+
+    def speed_up(self, factor: float) -> None:
+        self._slowdowns.remove(factor)
+        self._pace()
+
+    def _pace(self) -> None:
+        self.slowdown = prod(self._slowdowns, start=1.0)
+        if self.alive:
+            self.core.pace(self._cluster.times(self.core.role, self.slowdown), self._loop.time())
 
     def break_streams(self) -> None:
         """Every connection breaks; the engine ends the requests that nobody reads any more."""
@@ -416,6 +506,12 @@ class SimulatedEngine:
             await asyncio.sleep(seconds)
         finally:
             self._occupied = None
+        await self._reached()
+
+    async def _reached(self) -> None:
+        """Wait until a call, or an answer, gets through. Raises `EngineGone`."""
+        if self._held:
+            await self._reachable.wait()
         self._answer()
 
     def _answer(self) -> None:
@@ -426,7 +522,7 @@ class SimulatedEngine:
 
     def rearm(self) -> None:
         """Ring when the core has something to do. A timer that is early rings for nothing and is set anew."""
-        if self._advancing or not self.alive:
+        if self._advancing or self._hangs or not self.alive:
             return
         due = self.core.due
         if due == NEVER:
@@ -439,7 +535,7 @@ class SimulatedEngine:
 
     def _ring(self) -> None:
         self._timer = None
-        if not self.alive:
+        if self._hangs or not self.alive:
             return
         self._advancing = True
         self.core.advance(self._loop.time())

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 
 from prorsa.engines.protocol import FinishReason, Role
@@ -77,6 +77,26 @@ class StepTimes:
         return known
 
 
+class SlowStepTimes(StepTimes):
+    """Of an instance whose steps take `factor` times as long."""
+
+    def __init__(self, costs: StepCosts, factor: float) -> None:
+        super().__init__(costs)
+        self._factor = factor
+        self.prefill = lambda tokens, prefix: factor * costs.prefill_local(tokens, prefix)
+        self.prefix = lambda prefix: factor * costs.prefix_s(prefix)
+
+    def decode(self, batch: int, floor: int) -> tuple[float, float]:
+        low, slope = super().decode(batch, floor)
+        return self._factor * low, self._factor * slope
+
+    def shared(self, extending: bool, mean: float, most: float) -> float:
+        return self._factor * super().shared(extending, mean, most)
+
+    def prefill_token(self, prefix: int, chunk: int) -> float:
+        return self._factor * super().prefill_token(prefix, chunk)
+
+
 class Core:
     """An instance in time. Whoever owns it calls `advance` when `due` has come; `changed` tells of an earlier `due`."""
 
@@ -93,7 +113,10 @@ class Core:
         changed: Callable[[], None],
         prefill_every: int,
         stream_s: float,
+        name: str = "",
     ) -> None:
+        self.name = name
+        """Of the instance."""
         self.profile = profile
         self.times = times
         self.version = version
@@ -237,6 +260,32 @@ class Core:
         self._steps, self._end = 0, NEVER
         self._timers.clear()
         self._reports.clear()
+
+    def freeze(self, now: float) -> None:
+        """The instance stands still from now until `thaw`, in the middle of its step. Its owner does not advance it then."""
+        self.settle(now)
+        self._cut(now)
+
+    def thaw(self, now: float, since: float) -> None:
+        """It goes on: its step has taken so much longer, and what has come since `since` is seen only now."""
+        if self._steps:
+            stood = now - since
+            self._first += stood
+            self._shared += stood
+            self._end += stood
+        elif self._end != NEVER:
+            self._end = max(self._end, now)
+        self._timers = [(max(time, now), serial, job) for time, serial, job in self._timers]
+        heapify(self._timers)
+        self.changed()
+
+    def pace(self, times: StepTimes, now: float) -> None:
+        """From the next step on steps take what `times` says."""
+        self.times = times
+        for rank in self.ranks:
+            rank.priced = -1
+        self._cut(now)
+        self.changed()
 
     def at(self, time: float, job: Job) -> None:
         """Come back to the job then."""
@@ -432,6 +481,8 @@ class Core:
         self.statistics.add_prompt(now, job.context, job.computed)
         self.ledger.prompts += job.context
         self.ledger.computed += job.computed
+        if job.resent:
+            self.ledger.recomputed += job.computed
         job.computed = 0
         if not job.generated:
             job.cached_prompt = job.cached + job.fetched

@@ -60,6 +60,7 @@ class Job:
         "rank",
         "report",
         "report_at",
+        "resent",
         "resident",
         "stage",
         "target",
@@ -78,10 +79,12 @@ class Job:
         first_prompt: int,
         report: Callable[[Job, FinishReason | None], None],
         handover: Handover | None,
+        resent: bool = False,
     ) -> None:
         """`target` tokens are to be generated; `first_prompt` is the part of the prompt that its group shares.
 
         `report` is called when there is something to stream: `generated` has grown, or the job ends.
+        `resent`: an earlier attempt of the same turn was made.
         """
         self.trajectory = trajectory
         self.question = question
@@ -90,6 +93,7 @@ class Job:
         self.first_prompt = first_prompt
         self.report = report
         self.handover = handover
+        self.resent = resent
         self.stage = Stage.QUEUED
         self.rank: Rank = None  # type: ignore[assignment]
         self.generated = 0

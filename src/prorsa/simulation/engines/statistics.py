@@ -95,6 +95,8 @@ class Ledger:
     prompts: int = 0
     """Of completed prefills; of those, `computed` were prefilled."""
     computed: int = 0
+    recomputed: int = 0
+    """Of `computed`, those of requests that were sent again."""
     cut: int = 0
     """Prefilled for requests that ended before their prefill did."""
     handed: int = 0

@@ -21,6 +21,17 @@ class KvStore:
         self._busy = 0.0
         self._contexts: dict[str, tuple[int, int]] = {}
         self._prompts: dict[int, tuple[int, int]] = {}
+        self._gone = 0
+        """How many faults keep it away."""
+
+    def lose(self) -> None:
+        """It is gone with all that it held, until `come_back`."""
+        self._gone += 1
+        self._contexts.clear()
+        self._prompts.clear()
+
+    def come_back(self) -> None:
+        self._gone -= 1
 
     def stored(self, job: Job, version: int) -> int:
         """How many tokens of the job's context it has under these weights."""
@@ -32,6 +43,8 @@ class KvStore:
 
     def write(self, job: Job, tokens: int, version: int, token_bytes: int, now: float) -> None:
         """Keep the first `tokens` of the job's context; only what is new moves."""
+        if self._gone:
+            return
         present = self._contexts.get(job.trajectory)
         if present is not None and present[0] > version:
             return
@@ -59,6 +72,25 @@ class KvStore:
         return self._busy
 
 
+class Links:
+    """Which pairs of instances cannot reach each other, and until when."""
+
+    def __init__(self) -> None:
+        self._cut: dict[frozenset[str], float] = {}
+
+    def cut(self, one: str, other: str, until: float) -> None:
+        ends = frozenset((one, other))
+        self._cut[ends] = max(self._cut.get(ends, 0.0), until)
+
+    def mend(self, name: str) -> None:
+        """The instance is a new one: all its links are."""
+        self._cut = {ends: until for ends, until in self._cut.items() if name not in ends}
+
+    def open_at(self, one: str, other: str) -> float:
+        """From when on something that is sent arrives; 0 where nothing was cut."""
+        return self._cut.get(frozenset((one, other)), 0.0) if self._cut else 0.0
+
+
 class Handover:
     """The KV cache of one request on its way from a prefill rank to a decode rank.
 
@@ -67,9 +99,14 @@ class Handover:
     goes on. It ends on both sides: when all has arrived, or as soon as one side is gone.
     """
 
-    __slots__ = ("arrival", "broken", "decode", "moved", "prefill", "room")
+    __slots__ = ("arrival", "broken", "decode", "late_s", "links", "moved", "open_at", "prefill", "room")
 
-    def __init__(self) -> None:
+    def __init__(self, links: Links | None = None) -> None:
+        self.links = links
+        self.open_at = 0.0
+        """When the link that its tokens wait for is there again."""
+        self.late_s = 0.0
+        """How long what has waited for that takes then."""
         self.prefill: tuple[Core, Job] | None = None
         self.decode: tuple[Core, Job] | None = None
         """The legs that have come."""
@@ -114,6 +151,10 @@ class Handover:
         for rank in (sent.rank, received.rank):
             rank.link_busy = max(rank.link_busy, now) + seconds
         self.arrival = max(sent.rank.link_busy, received.rank.link_busy)
+        if self.links is not None and (open_at := self.links.open_at(source.name, target.name)) > now:
+            self.open_at = open_at
+            self.late_s += seconds
+        self.arrival = max(self.arrival, self.open_at + self.late_s)
         source.statistics.moved_tokens += tokens
         self.moved += tokens
         if sent.done == sent.prompt:
