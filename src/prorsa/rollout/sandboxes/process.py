@@ -48,6 +48,10 @@ class Limits:
     """Address space, the interpreter's own included."""
     file_mb: int = 4
     """Size of one file."""
+    home_mb: int = 64
+    """All files together."""
+    home_files: int = 4096
+    """Files and directories together."""
     output_chars: int = 2000
     """Longest printed text that a call returns; its traceback may take as much again."""
 
@@ -153,7 +157,10 @@ class Worker:
 def _launch(home: Path, limits: Limits) -> tuple[subprocess.Popen[bytes], int, socket.socket]:
     """The process, a pidfd of it, and our end of its standard input, which is a socket."""
     cpu_s = math.ceil(limits.timeout * CALLS_OF_CPU)
-    settings = (os.getpid(), limits.memory_mb, limits.file_mb, cpu_s, limits.output_chars)
+    settings = (
+        *(os.getpid(), limits.memory_mb, limits.file_mb, cpu_s, limits.output_chars),
+        *(limits.home_mb, limits.home_files),
+    )
     ours, theirs = socket.socketpair()
     with theirs, ExitStack() as undo:
         undo.callback(ours.close)
