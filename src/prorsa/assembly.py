@@ -255,7 +255,14 @@ def build_task(config: Config) -> Task:
 
 def build_sandboxes(config: Config) -> SandboxPool:
     sandbox = config.sandbox
-    return SandboxPool(sandbox.prewarmed, sandbox.timeout, sandbox.memory_mb, sandbox.file_mb)
+    return SandboxPool(
+        sandbox.prewarmed,
+        sandbox.timeout,
+        sandbox.memory_mb,
+        sandbox.file_mb,
+        home_mb=sandbox.home_mb,
+        home_files=sandbox.home_files,
+    )
 
 
 def build_tokenizer(config: Config) -> ChatTokenizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -201,7 +202,7 @@ def test_no_file_outside_its_directory(tmp_path: Path) -> None:
             "import os; open(f'/proc/{os.getppid()}/environ').read()",
         ):
             (text,) = results(code)
-            assert "PermissionError" in text, code
+            assert re.search("PermissionError|No such file|Read-only", text), code
         assert secret.read_text() == "hunter2"
     finally:
         secret.unlink()
@@ -222,7 +223,7 @@ def test_all_of_it_works_without_privileges(tmp_path: Path) -> None:
     """)
     without = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c", script]
     answer = subprocess.check_output(without, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
-    enforced_here = [name for name in ("calls", "files") if enforced(name)]
+    enforced_here = [name for name in ("calls", "capabilities", "files") if enforced(name)]
     assert answer == f"2\n {enforced_here}\n"
 
 
@@ -382,7 +383,7 @@ def test_a_killed_parent_leaves_no_process_and_the_next_pool_removes_its_directo
 
     async def next_run() -> None:
         async with SandboxPool(prewarmed=0):
-            assert not left.exists()
+            await until(lambda: not left.exists())
 
     asyncio.run(next_run())
 

@@ -11,13 +11,15 @@ import asyncio
 import fcntl
 import logging
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from prorsa.rollout.sandboxes.base import SandboxError
-from prorsa.rollout.sandboxes.process import Limits, ProcessSandbox, Worker, remove_tree
+from prorsa.rollout.sandboxes.process import REMOVAL, Limits, ProcessSandbox, Worker
 
 log = logging.getLogger(__name__)
 
@@ -25,18 +27,23 @@ ROOT_PREFIX = "prorsa-sandboxes-"
 STARTING = 2
 """Interpreters that start at a time. More would not start sooner on few cores, and would slow whatever else runs there."""
 
+SWEPT = 64
+"""Roots of earlier runs that one run removes."""
+
 CONSEQUENCES = {
     "files": "use the user's files (no Landlock)",
-    "calls": "start processes and use the network (no seccomp)",
+    "calls": "start processes, signal others and use the network (no seccomp)",
+    "mounts": "see which files exist, and write to the disk up to a bound that is looked at twice a second (no mounts)",
+    "capabilities": "use the privileges of the user (capabilities kept)",
 }
-"""Of what a kernel may lack, by the names in `Worker.enforced`."""
+"""Of what a kernel may lack, by the names in `Worker.enforced`. A uid of its own is for root alone."""
 
 
 class Root:
-    """A locked directory below the system's temporary one."""
+    """A locked directory below the system's temporary one. Roots that were left behind are removed meanwhile."""
 
     def __init__(self) -> None:
-        _remove_abandoned_roots()
+        self._sweep = _remove_abandoned_roots()
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=ROOT_PREFIX))
             # Before it is locked, another pool may take the directory for an abandoned one and remove it.
@@ -44,24 +51,57 @@ class Root:
                 self._handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
                 fcntl.flock(self._handle, fcntl.LOCK_EX)
                 if self.path.exists():
+                    # The uid of a sandbox that root starts has to come through.
+                    self.path.chmod(0o711)
                     return
                 os.close(self._handle)
 
     def close(self) -> None:
-        remove_tree(self.path)
+        try:
+            self.path.rmdir()
+        except OSError as error:
+            log.warning("a directory of sandboxes is left for the next run: %s", error)
         os.close(self._handle)
+        # It goes on by itself if it still works; this only takes note of one that is through.
+        if self._sweep is not None and self._sweep.poll() is None:
+            log.info("directories that earlier runs left are still being removed")
 
 
-def _remove_abandoned_roots() -> None:
+def _remove_abandoned_roots() -> subprocess.Popen[bytes] | None:
+    """Start to remove them in a process that holds their locks. Neither their number nor their state costs this run."""
+    handles: dict[str, int] = {}
     for path in Path(tempfile.gettempdir()).glob(f"{ROOT_PREFIX}*"):
+        if len(handles) == SWEPT:
+            break
         # Gone meanwhile, another user's, or locked by a living pool.
-        with suppress(FileNotFoundError, PermissionError, BlockingIOError):
+        with suppress(OSError):
             handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove_tree(path)
-            finally:
+            except OSError:
                 os.close(handle)
+                raise
+            handles[str(path)] = handle
+    try:
+        return _removing(handles) if handles else None
+    finally:
+        for handle in handles.values():
+            os.close(handle)
+
+
+def _removing(roots: dict[str, int]) -> subprocess.Popen[bytes] | None:
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", str(REMOVAL), *roots],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[*roots.values()],
+            start_new_session=True,
+        )
+    except OSError as error:
+        log.warning("directories that earlier runs left are not removed: %s", error)
+        return None
 
 
 class SandboxPool:
@@ -71,16 +111,23 @@ class SandboxPool:
     """
 
     def __init__(
-        self, prewarmed: int = 8, timeout: float = 5.0, memory_mb: int = 256, file_mb: int = 4, output_chars: int = 2000
+        self,
+        prewarmed: int = 8,
+        timeout: float = 5.0,
+        memory_mb: int = 256,
+        file_mb: int = 4,
+        output_chars: int = 2000,
+        home_mb: int = 64,
+        home_files: int = 4096,
     ) -> None:
         self.prewarmed = prewarmed
-        self.limits = Limits(timeout, memory_mb, file_mb, output_chars)
+        self.limits = Limits(timeout, memory_mb, file_mb, home_mb, home_files, output_chars)
         self._ready: list[Worker] = []
         self._living: set[Worker] = set()
         self._starting = asyncio.Semaphore(STARTING)
         self._taken = asyncio.Event()
         """Wakes the refill."""
-        self._warned = False
+        self._told = False
         self._root: Root | None = None
         self._refill: asyncio.Task[None] | None = None
 
@@ -126,7 +173,7 @@ class SandboxPool:
         self._taken.set()
         while self._ready:
             worker = self._ready.pop()
-            if not worker.ended.is_set():
+            if not worker.dead.is_set():
                 return worker
         return None
 
@@ -143,10 +190,16 @@ class SandboxPool:
         return worker
 
     def _warn_of_gaps(self, worker: Worker) -> None:
+        """Once, with the first sandbox."""
+        if self._told:
+            return
+        self._told = True
+        log.info("sandboxes are confined by: %s", ", ".join(sorted(worker.enforced)) or "nothing")
         gaps = [CONSEQUENCES[part] for part in CONSEQUENCES if part not in worker.enforced]
-        if gaps and not self._warned:
-            log.warning("this kernel does not confine the sandboxes: their code can %s", " and ".join(gaps))
-            self._warned = True
+        if gaps:
+            text = f"this kernel does not fully confine the sandboxes: their code can {'; '.join(gaps)}"
+            log.warning("%s", text)
+            print(f"prorsa: {text}", file=sys.stderr)
 
     async def _keep_prewarmed(self) -> None:
         while True:

@@ -1,13 +1,11 @@
 """A sandbox is one Python process: `Worker` is the running interpreter, `ProcessSandbox` what a trajectory holds.
 
-What is isolated (Linux): memory, CPU time, file size, open files and wall time are bounded; the parent's environment,
-descriptors and site-packages are not inherited; the working directory is its own and goes when it ends. With Landlock
-the code writes only there and reads only there and in Python's libraries. With seccomp it starts no process or thread,
-opens no socket and signals nobody. `Worker.enforced` says which of the two the kernel grants; without them the code has
-the user's files and network. What is not isolated: how many files it writes, its share of the memory bus and of the CPU
-within its time, and the kernel itself. Against code that attacks the machine, run Prorsa inside a container or a VM.
+Its memory, CPU time, open files, files, bytes and wall time are bounded; nothing of the parent is inherited. The runner
+takes every right away that the kernel lets it: `Worker.enforced` names what is enforced, docs/security.md what that means.
+Against code that attacks the kernel itself, run Prorsa inside a VM.
 
-No worker is left behind: its end, whatever caused it, is noticed through a pidfd, and its directory is removed then.
+No worker is left behind: its end, whatever caused it, is noticed through a pidfd, and its directory is removed then,
+by another process. A directory that cannot be removed is told and left; it keeps nothing and nobody waiting.
 """
 
 from __future__ import annotations
@@ -17,14 +15,13 @@ import logging
 import math
 import os
 import platform
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,9 +30,13 @@ from prorsa.rollout.sandboxes.base import SandboxError
 
 log = logging.getLogger(__name__)
 
-RUNNER = Path(__file__).with_name("runner.py")
+RUNNER, REMOVAL = (Path(__file__).with_name(name) for name in ("runner.py", "removal.py"))
 START_TIMEOUT = 30.0
 """Seconds until an interpreter must have reported; on an idle core it takes about 0.03 s."""
+REMOVAL_TIMEOUT = 60.0
+"""Seconds after which a directory that is still being removed is left for the next run."""
+LOOKS = 0.5
+"""Seconds between two looks at the files of a sandbox that has no mounts of its own to bound them."""
 CALLS_OF_CPU = 20
 """A worker's CPU time over its life, in calls of full length: a bound for one whose parent hangs."""
 
@@ -71,15 +72,19 @@ class Worker:
         self.limits = limits
         self.home = Path(tempfile.mkdtemp(dir=root))
         self.enforced: frozenset[str] = frozenset()
-        """Of "files" (Landlock) and "calls" (seccomp) those that the kernel enforces; known after `lock_in`."""
+        """What the kernel enforces of "mounts", "user", "capabilities", "files" (Landlock) and "calls" (seccomp); known
+        after `lock_in`."""
+        self.dead = asyncio.Event()
+        """Set once the process is reaped."""
         self.ended = asyncio.Event()
-        """Set once the process is reaped and the directory is gone."""
+        """Set once the directory is gone too, or is left for good."""
         self._living = living
         self._writer: asyncio.StreamWriter | None = None
+        self._removal: asyncio.Task[None] | None = None
         try:
             self.process, self._pidfd, self._wire = _launch(self.home, limits)
         except OSError:
-            remove_tree(self.home)
+            self.home.rmdir()
             raise
         asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
         living.add(self)
@@ -89,7 +94,7 @@ class Worker:
         try:
             async with self._bound(START_TIMEOUT):
                 self._reader, self._writer = await asyncio.open_unix_connection(sock=self._wire)
-                if self.ended.is_set():
+                if self.dead.is_set():
                     self._writer.close()
                 verdict, *words = (await self._receive()).split()
         except TimeoutError:
@@ -103,7 +108,7 @@ class Worker:
     async def run(self, code: str) -> str:
         """Raises `TimeoutError` or `WorkerEnded`; the process is dead then, as it is after a cancellation."""
         data = code.encode("utf-8", "replace")
-        async with self._bound(self.limits.timeout):
+        async with self._bound(self.limits.timeout), self._watched():
             assert self._writer is not None
             self._writer.write(len(data).to_bytes(4, "big") + data)
             await self._writer.drain()
@@ -112,7 +117,7 @@ class Worker:
 
     def kill(self) -> None:
         """Kill it now; `ended` is set soon after."""
-        if not self.ended.is_set():
+        if not self.dead.is_set():
             os.killpg(self.process.pid, signal.SIGKILL)
 
     @asynccontextmanager
@@ -126,7 +131,7 @@ class Worker:
             raise
         except (OSError, EOFError):
             self.kill()
-            await self.ended.wait()
+            await self.dead.wait()
             raise WorkerEnded(_manner(self.process.returncode)) from None
         except BaseException:
             self.kill()
@@ -146,12 +151,43 @@ class Worker:
         # A socket that is only just being connected is not ours to close yet: `lock_in` does.
         if self._writer is not None:
             self._writer.close()
-        self._living.discard(self)
+        self.dead.set()
         try:
-            remove_tree(self.home)
+            self.home.rmdir()  # where it had mounts of its own, nothing was ever in it
+        except OSError:
+            self._removal = asyncio.create_task(self._remove(), name="sandbox-removal")
+        else:
+            self._end()
+
+    async def _remove(self) -> None:
+        try:
+            await asyncio.to_thread(remove_tree, self.home)
         except OSError as error:
-            log.warning("a sandbox's directory is left: %s", error)
+            log.warning("a sandbox's directory is left, remove it by hand: %s", error)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._living.discard(self)
         self.ended.set()
+
+    @asynccontextmanager
+    async def _watched(self) -> AsyncIterator[None]:
+        """Bound the files and bytes together where no mount does: what is written between two looks comes on top."""
+        if "mounts" in self.enforced:
+            yield
+            return
+        watch = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watch.cancel()
+
+    async def _watch(self) -> None:
+        while await asyncio.to_thread(within, self.home, self.limits):  # noqa: ASYNC110
+            await asyncio.sleep(LOOKS)  # another process gives no signal
+        log.warning("a sandbox was ended: it wrote more than its bound of files or bytes")
+        self.kill()
 
 
 def _launch(home: Path, limits: Limits) -> tuple[subprocess.Popen[bytes], int, socket.socket]:
@@ -181,16 +217,36 @@ def _launch(home: Path, limits: Limits) -> tuple[subprocess.Popen[bytes], int, s
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory, also one whose code took its own permissions away."""
+    """Remove a directory whatever hostile code left in it. Blocks until it is gone. Raises `OSError`."""
     try:
-        shutil.rmtree(path)
-    except PermissionError:
-        path.chmod(0o700)
-        for parent, names, _ in os.walk(path):
-            for directory in (Path(parent, name) for name in names):
-                if not directory.is_symlink():
-                    directory.chmod(0o700)
-        shutil.rmtree(path)
+        removal = subprocess.run(
+            [sys.executable, "-I", "-S", str(REMOVAL), str(path)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            timeout=REMOVAL_TIMEOUT,
+        )
+    except subprocess.TimeoutExpired:
+        raise OSError(f"{path}: not removed within {REMOVAL_TIMEOUT:g} s") from None
+    if removal.returncode:
+        raise OSError(removal.stderr.decode("utf-8", "replace").strip())
+
+
+def within(home: Path, limits: Limits) -> bool:
+    """Whether the files of a sandbox that may still run are within its bounds. Looks at no more than may be there."""
+    count = size = 0
+    waiting = [str(home)]
+    while waiting:
+        with suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                with suppress(OSError):
+                    count += 1
+                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                if count > limits.home_files or size > limits.home_mb << 20:
+                    return False
+    return True
 
 
 def _manner(returncode: int) -> str:

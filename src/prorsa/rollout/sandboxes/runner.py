@@ -1,7 +1,7 @@
 """The inside of a sandbox: a bare interpreter that locks itself in, then runs the code that its socket brings.
 
 Run as a script by `prorsa.rollout.sandboxes.process`; nothing imports it. Its arguments are `PARENT_PID MEMORY_MB FILE_MB
-CPU_S OUTPUT_CHARS HOME_MB HOME_FILES`, its standard input a socket. A frame on that, either way, is a 4-byte big-endian length and so much
+CPU_S OUTPUT_CHARS HOME_MB HOME_FILES`, its input a socket. A frame, either way, is a 4-byte big-endian length and so much
 UTF-8. First goes out `ready` with the names of what the kernel enforces, or `failed` with the reason; from then on a piece
 of code comes in and its result goes out. At the end of the input it exits; if its parent dies, the kernel kills it.
 
@@ -92,8 +92,6 @@ FIRST_UID = 1_900_000_000
 """Plus the process id: the uid of a sandbox that root starts, which no other living one has."""
 HOME = "/home"
 DEVICES = {"/dev/null": READ_FILE | WRITE_FILE, "/dev/zero": READ_FILE, "/dev/urandom": READ_FILE}
-PRIVILEGES, UIDS = 0, [(0, 1 << 32)]
-"""This process's capabilities and the uids that its namespace knows, as it began."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -161,6 +159,7 @@ def confine_mounts(root: str, machine: str, home_mb: int, home_files: int) -> bo
 
     It ends with the process. False where the kernel, or the container that this runs in, has no such mounts.
     """
+    before = os.open(".", os.O_PATH)
     try:
         enter_namespaces(machine)
         mount("none", "/", None, RECURSIVE | PRIVATE)
@@ -180,34 +179,43 @@ def confine_mounts(root: str, machine: str, home_mb: int, home_files: int) -> bo
         os.chdir(root)
         checked(libc.syscall(PIVOT_ROOT[ARCHITECTURES[machine][0]], b".", b"."), "root")
         checked(libc.umount2(b".", DETACH), "the old root")
+        os.chdir(HOME)
     except (OSError, KeyError):
+        os.fchdir(before)
         return False
-    os.chdir(HOME)
+    finally:
+        os.close(before)
     return True
 
 
-def confine_user(home: str) -> bool:
-    """As root: a uid that nothing else has. False where it stays what it was."""
+def uid_of_its_own(home: str) -> int | None:
+    """For a sandbox that root starts, and which could do its work as somebody else."""
     uid = FIRST_UID + os.getpid()
-    if os.geteuid() != 0 or not may_become(uid) or not readable_by_all(os.__file__):
-        return False
-    os.chown(home, uid, uid)
+    able = os.geteuid() == 0 and may_become(uid) and all(map(within_reach, (os.__file__, home)))
+    return uid if able else None
+
+
+def become(uid: int) -> None:
+    os.chown(".", uid, uid)
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
-    return True
 
 
 def may_become(uid: int) -> bool:
     """Whether this user namespace knows `uid`, and this process may chown, kill, setgid and setuid."""
-    if not PRIVILEGES & 0xE1 == 0xE1:
-        return False
-    return any(first <= uid < first + count for first, count in UIDS)
+    with open("/proc/self/uid_map") as file:
+        ranges = [(int(first), int(count)) for first, _, count in map(str.split, file)]
+    return capabilities() & 0xE1 == 0xE1 and any(first <= uid < first + count for first, count in ranges)
 
 
-def readable_by_all(path: str) -> bool:
-    if not os.stat(path).st_mode & 0o004:
-        return False
+def capabilities() -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1], 16) for line in file if line.startswith("CapEff"))
+
+
+def within_reach(path: str) -> bool:
+    """Whether others than root get that far."""
     while path != "/":
         path = os.path.dirname(path)
         if not os.stat(path).st_mode & 0o001:
@@ -224,8 +232,8 @@ def drop_privileges() -> bool:
     return bool(libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)) == 0)
 
 
-def confine_files(home: str) -> bool:
-    """Landlock: write below `home` alone; read there and in Python's own libraries. False where the kernel has none."""
+def confine_files() -> bool:
+    """Landlock: write below the working directory alone; read there and in Python's own libraries. False where the kernel has none."""
     version = libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), LANDLOCK_VERSION_FLAG)
     if version < 1:
         return False
@@ -236,7 +244,7 @@ def confine_files(home: str) -> bool:
     ruleset = libc.syscall(LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0)
     if ruleset < 0:
         raise OSError(ctypes.get_errno(), "Landlock made no rules")
-    grants = [(home, every & ~NOT_AT_HOME)]
+    grants = [(".", every & ~NOT_AT_HOME)]
     grants += [(path, READ_FILE | READ_DIRECTORY) for path in libraries()]
     grants += [(path, access) for path, access in DEVICES.items() if os.path.exists(path)]
     for path, access in grants:
@@ -271,6 +279,10 @@ def one_of(values: tuple[int, ...]) -> list[bytes]:
     return [part for value in values for part in (step(EQUAL, value, 0, 1), ALLOW)]
 
 
+def without(bit: int) -> list[bytes]:
+    return [step(ANY_BIT, bit, 1, 0), ALLOW]
+
+
 def confine_calls(machine: str, own_files: bool) -> bool:
     """seccomp: the listed system calls and no other. False where there is no table for the CPU."""
     if machine not in ARCHITECTURES:
@@ -283,12 +295,11 @@ def confine_calls(machine: str, own_files: bool) -> bool:
     for numbers in ATTRIBUTES.values():
         program += [step(EQUAL, numbers[column], 0, 1), refuse(ENOTSUP)]
     to_itself = [argument(0), *one_of((me,))]
-    limits = [argument(0), step(EQUAL, 0, 1, 0), step(EQUAL, me, 0, 4)]  # and then its third argument is null
-    limits += [argument(2), step(EQUAL, 0, 0, 2), argument(2, high=True), *one_of((0,))]
+    limits = [argument(0), step(EQUAL, 0, 1, 0), step(EQUAL, me, 0, 5)]  # and then its third argument is null
+    limits += [argument(2), step(EQUAL, 0, 0, 3), argument(2, high=True), *one_of((0,))]
     # What may go on: `abort`, reading one's own limits, everything about descriptors that tells nobody of events.
     checks = {
-        "fcntl": [argument(1), *one_of(FCNTLS), step(EQUAL, SET_STATUS, 0, 3), argument(2)]
-        + [step(ANY_BIT, ASYNC, 1, 0), ALLOW],
+        "fcntl": [argument(1), *one_of(FCNTLS), step(EQUAL, SET_STATUS, 0, 3), argument(2), *without(ASYNC)],
         "ioctl": [argument(1), *one_of(IOCTLS)],
         "kill": to_itself,
         "tkill": to_itself,
@@ -309,25 +320,22 @@ def confine_calls(machine: str, own_files: bool) -> bool:
 
 def confine(parent: int, home_mb: int, home_files: int) -> list[str]:
     """Take every right away that this kernel lets it. Returns the names of what is enforced."""
-    global PRIVILEGES, UIDS
     machine, home = os.uname().machine, os.getcwd()
-    with open("/proc/self/status") as file:
-        PRIVILEGES = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff"))
-    with open("/proc/self/uid_map") as file:
-        UIDS = [(int(first), int(count)) for first, _, count in map(str.split, file)]
+    uid = uid_of_its_own(home)  # for which /proc has to be there
     enforced = {"mounts": confine_mounts(home, machine, home_mb, home_files)}
     if enforced["mounts"]:
-        home = HOME
         null = os.open("/dev/null", os.O_RDWR)
         for handle in (1, 2):
             os.dup2(null, handle)
         os.dup2(null, 0)
         os.close(null)
-    enforced["user"] = confine_user(home)
+    if uid is not None:
+        become(uid)
+    enforced["user"] = uid is not None
     enforced["capabilities"] = drop_privileges()
     die_with(parent)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # or both of the following would need root
-    enforced["files"] = confine_files(home)
+    enforced["files"] = confine_files()
     enforced["calls"] = confine_calls(machine, enforced["mounts"])
     return [name for name in enforced if enforced[name]]
 
