@@ -43,7 +43,7 @@ class Root:
     """A locked directory below the system's temporary one. Roots that were left behind are removed meanwhile."""
 
     def __init__(self) -> None:
-        self._sweep = _remove_abandoned_roots()
+        _remove_abandoned_roots()
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=ROOT_PREFIX))
             # Before it is locked, another pool may take the directory for an abandoned one and remove it.
@@ -62,12 +62,9 @@ class Root:
         except OSError as error:
             log.warning("a directory of sandboxes is left for the next run: %s", error)
         os.close(self._handle)
-        # It goes on by itself if it still works; this only takes note of one that is through.
-        if self._sweep is not None and self._sweep.poll() is None:
-            log.info("directories that earlier runs left are still being removed")
 
 
-def _remove_abandoned_roots() -> subprocess.Popen[bytes] | None:
+def _remove_abandoned_roots() -> None:
     """Start to remove them in a process that holds their locks. Neither their number nor their state costs this run."""
     handles: dict[str, int] = {}
     for path in Path(tempfile.gettempdir()).glob(f"{ROOT_PREFIX}*"):
@@ -83,25 +80,27 @@ def _remove_abandoned_roots() -> subprocess.Popen[bytes] | None:
                 raise
             handles[str(path)] = handle
     try:
-        return _removing(handles) if handles else None
+        if handles:
+            _remove_behind(handles)
     finally:
         for handle in handles.values():
             os.close(handle)
 
 
-def _removing(roots: dict[str, int]) -> subprocess.Popen[bytes] | None:
+def _remove_behind(roots: dict[str, int]) -> None:
     try:
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(REMOVAL), *roots],
+        subprocess.run(
+            [sys.executable, "-I", "-S", str(REMOVAL), "--behind", *roots],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=[*roots.values()],
             start_new_session=True,
+            timeout=5.0,
+            check=True,
         )
-    except OSError as error:
+    except (OSError, subprocess.SubprocessError) as error:
         log.warning("directories that earlier runs left are not removed: %s", error)
-        return None
 
 
 class SandboxPool:

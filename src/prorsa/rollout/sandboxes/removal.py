@@ -1,4 +1,4 @@
-"""Remove directories that hostile code has filled: `python removal.py PATH...`, a program of its own.
+"""Remove directories that hostile code has filled: `python removal.py [--behind] PATH...`, a program of its own.
 
 Neither depth, count, modes nor flags stop it: each directory that is met is moved up to the top first, so that no path has
 more than two names and nothing recurses. What is left all the same is told on standard error, and the exit status is 1.
@@ -105,6 +105,12 @@ def _free(handle: int) -> None:
 
 
 if __name__ == "__main__":
-    troubles = [trouble for path in sys.argv[1:] for trouble in remove(path)]
+    paths = sys.argv[1:]
+    if paths[0] == "--behind":
+        # Whoever asked waits for nothing, and the system's first process takes note of the end.
+        if os.fork():
+            os._exit(0)
+        paths = paths[1:]
+    troubles = [trouble for path in paths for trouble in remove(path)]
     print("\n".join(troubles[:8]), file=sys.stderr)
     sys.exit(bool(troubles))

@@ -233,7 +233,7 @@ def drop_privileges() -> bool:
 
 
 def confine_files() -> bool:
-    """Landlock: write below the working directory alone; read there and in Python's own libraries. False where the kernel has none."""
+    """Landlock: write below the working directory alone; read there and in the libraries. False where there is none."""
     version = libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), LANDLOCK_VERSION_FLAG)
     if version < 1:
         return False
