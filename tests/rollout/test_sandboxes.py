@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -415,3 +417,233 @@ def test_a_whole_rollout_in_real_sandboxes() -> None:
         assert {"1776" in CHAT.decode(request.input_ids) for request in control.requests if request.turn == 2} == {True}
 
     asyncio.run(main())
+
+
+# What hostile code tries, and what stays as it was.
+
+INFO = "import ctypes, os, struct; b = ctypes.create_string_buffer(128); struct.pack_into('iii', b, 0, 9, 0, -1)\n"
+QUEUE = {"x86_64": (129, 297), "aarch64": (138, 240)}.get(os.uname().machine, (129, 297))
+
+
+@contextmanager
+def sentinel() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_no_other_process_is_reached_by_any_call() -> None:
+    with sentinel() as other:
+        pid = other.pid
+        before = (os.getpriority(os.PRIO_PROCESS, pid), os.sched_getaffinity(pid), os.sched_getscheduler(pid))
+        texts = results(
+            f"{INFO}ctypes.CDLL(None).syscall({QUEUE[0]}, {pid}, 9, b)",
+            f"{INFO}ctypes.CDLL(None).syscall({QUEUE[1]}, {pid}, {pid}, 9, b)",
+            f"import fcntl, os; r, w = os.pipe(); fcntl.fcntl(r, fcntl.F_SETOWN, {pid})",
+            "fcntl.fcntl(r, fcntl.F_SETSIG, 9)",
+            "fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC); os.write(w, b'x')",
+            f"os.setpriority(os.PRIO_PROCESS, {pid}, 19)",
+            f"os.sched_setaffinity({pid}, [0])",
+            f"os.sched_setscheduler({pid}, os.SCHED_IDLE, os.sched_param(0))",
+            f"import resource; resource.prlimit({pid}, resource.RLIMIT_NOFILE, (0, 0))",
+            # A pointer whose lower half is zero is no null pointer.
+            "import resource; l = ctypes.CDLL(None); l.mmap.restype = ctypes.c_void_p\n"
+            "at = l.mmap(ctypes.c_void_p(1 << 32), ctypes.c_size_t(4096), 3, 0x32, -1, ctypes.c_long(0))\n"
+            "if l.prlimit(0, 4, ctypes.c_void_p(at), None): raise OSError('not permitted')",
+        )
+        assert other.poll() is None
+        assert texts[:2] == ["-1\n", "-1\n"]
+        assert all("not permitted" in text or "not allowed" in text for text in texts[2:]), texts
+        assert before == (
+            *(os.getpriority(os.PRIO_PROCESS, pid), os.sched_getaffinity(pid)),
+            os.sched_getscheduler(pid),
+        )
+
+
+def test_no_attribute_of_a_file_outside_changes(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as place:
+        Path(place).chmod(0o755)
+        file = Path(place, "file")
+        file.write_text("kept")
+        file.chmod(0o600)
+        before = file.stat()
+        for code in (
+            f"os.chmod({str(file)!r}, 0o777)",
+            f"os.chown({str(file)!r}, 1, 1)",
+            f"os.utime({str(file)!r}, (0, 0))",
+            f"os.setxattr({str(file)!r}, 'user.x', b'y')",
+            f"os.truncate({str(file)!r}, 0)",
+            f"os.link({str(file)!r}, 'mine')",
+            "os.chmod(os.__file__, 0o777)",
+            "os.utime('/dev/null')",
+            "os.fchmod(0, 0)",
+        ):
+            (text,) = results(f"import os\n{code}")
+            assert "Error" in text, code
+        after = file.stat()
+        assert file.read_text() == "kept"
+        assert (after.st_mode, after.st_uid, after.st_ctime_ns) == (before.st_mode, before.st_uid, before.st_ctime_ns)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os.mknod('d', 0o020666, os.makedev(1, 7)); open('d', 'rb')",
+        "import os; os.chroot('.')",
+        "import time; time.clock_settime(time.CLOCK_REALTIME, 0)",
+        "import socket; socket.sethostname('x')",
+    ],
+)
+def test_root_has_no_privileges_inside(code: str) -> None:
+    (text,) = results(code)
+    assert "not permitted" in text
+
+
+def test_files_and_bytes_are_bounded_together() -> None:
+    many, big = results(
+        "import os\nfor i in range(1000): os.mkdir(str(i))",
+        "for i in range(1000): open(f'0/{i}' , 'wb')",
+        home_files=100,
+    )
+    assert "No space left" in many
+    assert "No space left" in big
+    (full,) = results("for i in range(9): open(str(i), 'wb').write(b'x' * (1 << 20))", home_mb=4)
+    assert "No space left" in full
+
+
+def without_mounts(code: str, tmp_path: Path, **limits: int) -> str:
+    """What the code returns where the kernel gives no mounts, as in most containers; the log too."""
+    script = textwrap.dedent("""
+        import asyncio, json, logging, sys
+        from prorsa.rollout.sandboxes.pool import SandboxPool
+
+        async def main(code, limits):
+            logging.basicConfig(stream=sys.stdout)
+            async with SandboxPool(prewarmed=0, **limits) as pool, pool.sandbox() as sandbox:
+                await sandbox.start()
+                assert "mounts" not in sandbox._worker.enforced
+                print(await sandbox.run(code))
+
+        asyncio.run(main(sys.argv[1], json.loads(sys.argv[2])))
+    """)
+    without = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c", script]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    return subprocess.check_output([*without, code, json.dumps(limits)], text=True, env=environment, timeout=60)
+
+
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("setpriv"), reason="only root can take its mounts away"
+)
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os\nfor i in range(1500): os.mkdir('d'); os.chdir('d')",
+        "import os\nfor i in range(3000): os.mkdir(str(i))",
+        "import os\nos.symlink('/etc', 'l'); os.mkdir('a'); open('a/b', 'w'); os.link('a/b', 'c')",
+        "import os\nos.mkdir('.prorsa-removal-1-0'); open('-rf', 'w'); open('\\udcff\\n', 'w')",
+    ],
+)
+def test_without_mounts_whatever_is_left_is_removed(code: str, tmp_path: Path) -> None:
+    assert "is left" not in without_mounts(code, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_root
+def test_without_mounts_a_sandbox_over_its_bound_is_ended(tmp_path: Path) -> None:
+    text = without_mounts(
+        "import os, time\nfor i in range(200): os.mkdir(str(i))\ntime.sleep(4)", tmp_path, home_files=99
+    )
+    assert "more than its bound" in text
+    assert "was killed by SIGKILL" in text
+
+
+@needs_root
+def test_without_mounts_modes_and_times_stay_out_of_reach(tmp_path: Path) -> None:
+    with tempfile.NamedTemporaryFile(dir="/var/tmp") as file:
+        assert "not permitted" in without_mounts(f"import os; os.chmod({file.name!r}, 0o777)", tmp_path)
+        assert os.fstat(file.fileno()).st_mode & 0o777 == 0o600
+
+
+def test_deep_trees_modes_and_flags_do_not_stop_a_removal(tmp_path: Path) -> None:
+    top = tmp_path / "top"
+    top.mkdir()
+    here = os.open(top, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("a-name-of-some-length", dir_fd=here)
+        deeper = os.open("a-name-of-some-length", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = deeper
+    os.close(here)
+    (top / "held").mkdir()
+    (top / "held" / "file").write_text("x")
+    if os.geteuid() == 0 and shutil.which("chattr"):
+        subprocess.run(["chattr", "+i", top / "held" / "file"], check=False)
+        subprocess.run(["chattr", "+a", top / "held"], check=False)
+    (top / "shut").mkdir(mode=0)
+    processes.remove_tree(top)
+    assert not top.exists()
+
+
+def test_one_that_cannot_be_removed_costs_nobody_anything(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with SandboxPool(prewarmed=0) as pool:
+            async with pool.sandbox() as stuck:
+                await stuck.start()
+                worker = stuck._worker
+                assert worker is not None
+                (worker.home / "file").write_text("put there from outside")
+            await worker.ended.wait()
+            async with pool.sandbox() as other:
+                await other.start()
+                assert await other.run("1 + 1") == "2\n"
+
+    monkeypatch.setattr(processes, "REMOVAL", Path("/nonexistent/removal.py"))
+    asyncio.run(main())
+    assert "a sandbox's directory is left" in caplog.text
+    assert "left for the next run" in caplog.text
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def next_run() -> None:
+        async with SandboxPool(prewarmed=0):
+            await until(lambda: len(list(tmp_path.iterdir())) == 1)
+
+    asyncio.run(next_run())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import math, json, re, itertools, statistics, random, decimal, fractions, hashlib as h; h.sha256(b'').hexdigest()[:4]",
+        "import datetime as d, zoneinfo as z; d.datetime(2024, 7, 1, tzinfo=z.ZoneInfo('Asia/Tokyo')).utcoffset().seconds",
+        "import sqlite3; sqlite3.connect(':memory:').execute('select 6 * 7').fetchone()",
+        "import sqlite3; c = sqlite3.connect('db'); c.execute('create table t (x)'); c.commit(); c.execute('select 1')",
+        "import tempfile; f = tempfile.NamedTemporaryFile('w+', dir='.'); f.write('x'); f.seek(0); f.read()",
+        "import shutil; open('a', 'w').write('hi'); shutil.copy2('a', 'b'); open('b').read()",
+        "import os; os.makedirs('x/y'); os.rename('x/y', 'z'); sorted(os.listdir('.'))",
+        "import time; time.sleep(0.01); time.time() > 0",
+        "import csv, io, collections, functools, dataclasses, typing, heapq, bisect, string, uuid; uuid.uuid4().version",
+        "import pathlib; pathlib.Path('p').write_text('x'); pathlib.Path('p').stat().st_size",
+        "import asyncio.events, urllib.parse, xml.etree.ElementTree as t; t.fromstring('<a>1</a>').text",
+        "import zipfile; zipfile.ZipFile('z.zip', 'w').writestr('n', 'x'); zipfile.ZipFile('z.zip').namelist()",
+    ],
+)
+def test_ordinary_code_works(code: str) -> None:
+    (text,) = results(code)
+    assert text
+    assert "Traceback" not in text
+
+
+def test_a_seeded_run_of_hostile_calls_changes_nothing_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import sandbox_attacks
+
+    assert sandbox_attacks.attack(seed=11, count=60) == ([], 60)
