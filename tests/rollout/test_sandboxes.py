@@ -622,7 +622,7 @@ def test_one_that_cannot_be_removed_costs_nobody_anything(
 @pytest.mark.parametrize(
     "code",
     [
-        "import math, json, re, itertools, statistics, random, decimal, fractions, hashlib as h; h.sha256(b'').hexdigest()[:4]",
+        "import math, json, re, itertools, statistics, random, decimal, fractions, hashlib as h; h.sha256(b'').hexdigest()",
         "import datetime as d, zoneinfo as z; d.datetime(2024, 7, 1, tzinfo=z.ZoneInfo('Asia/Tokyo')).utcoffset().seconds",
         "import sqlite3; sqlite3.connect(':memory:').execute('select 6 * 7').fetchone()",
         "import sqlite3; c = sqlite3.connect('db'); c.execute('create table t (x)'); c.commit(); c.execute('select 1')",
@@ -647,3 +647,30 @@ def test_a_seeded_run_of_hostile_calls_changes_nothing_outside(monkeypatch: pyte
     import sandbox_attacks
 
     assert sandbox_attacks.attack(seed=11, count=60) == ([], 60)
+
+
+@needs_root
+def test_the_doctor_tells_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    from prorsa.cli import main
+
+    assert main(["doctor"]) == 0
+    told = capsys.readouterr().out
+    assert re.search("signal another process +refused", told)
+    command = [sys.executable, "-m", "prorsa.cli", "doctor"]
+    less = subprocess.run(["setpriv", "--bounding-set=-all", *command], capture_output=True, text=True, check=True)
+    assert re.search("!! +mounts +missing", less.stdout)
+    assert "does not fully confine" in less.stderr
+
+
+@needs_root
+def test_as_root_a_sandbox_has_a_uid_of_its_own() -> None:
+    async def main() -> None:
+        async with SandboxPool(prewarmed=0) as pool, pool.sandbox() as one, pool.sandbox() as two:
+            uids = []
+            for sandbox in (one, two):
+                await sandbox.start()
+                uids.append(int(await sandbox.run("import os; os.getuid()")))
+                assert ("user" in sandbox.enforced) == (uids[-1] != 0)
+            assert uids[0] != uids[1] or uids == [0, 0]
+
+    asyncio.run(main())

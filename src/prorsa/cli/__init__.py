@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 
 from prorsa import commands
-from prorsa.cli import analysis, engines, runs, simulation
+from prorsa.cli import analysis, doctor, engines, runs, simulation
 from prorsa.cli.common import fail
 from prorsa.cluster.turns import TurnFailed
 from prorsa.config import ConfigError
@@ -51,6 +51,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="prorsa", description=__doc__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for group in (runs, engines, analysis, simulation):
+    for group in (runs, engines, analysis, simulation, doctor):
         group.add(subparsers)
     return parser

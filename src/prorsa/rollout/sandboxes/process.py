@@ -264,6 +264,11 @@ class ProcessSandbox:
         self._worker = prewarmed
         self._start = start
 
+    @property
+    def enforced(self) -> frozenset[str]:
+        """As `Worker.enforced`; empty while no worker runs."""
+        return frozenset() if self._worker is None else self._worker.enforced
+
     async def start(self) -> None:
         if self._worker is None:
             self._worker = await self._start()

@@ -188,13 +188,6 @@ def confine_mounts(root: str, machine: str, home_mb: int, home_files: int) -> bo
     return True
 
 
-def uid_of_its_own(home: str) -> int | None:
-    """For a sandbox that root starts, and which could do its work as somebody else."""
-    uid = FIRST_UID + os.getpid()
-    able = os.geteuid() == 0 and may_become(uid) and all(map(within_reach, (os.__file__, home)))
-    return uid if able else None
-
-
 def become(uid: int) -> None:
     os.chown(".", uid, uid)
     os.setgroups([])
@@ -318,20 +311,26 @@ def confine_calls(machine: str, own_files: bool) -> bool:
     return bool(libc.prctl(PR_SET_SECCOMP, 2, header, 0, 0) == 0)
 
 
+def reopen_standard() -> None:
+    """Standard input, output and errors by mounts of its own: through the old ones it could change times and modes."""
+    null = os.open("/dev/null", os.O_RDWR)
+    for handle in (0, 1, 2):
+        os.dup2(null, handle)
+    os.close(null)
+
+
 def confine(parent: int, home_mb: int, home_files: int) -> list[str]:
     """Take every right away that this kernel lets it. Returns the names of what is enforced."""
-    machine, home = os.uname().machine, os.getcwd()
-    uid = uid_of_its_own(home)  # for which /proc has to be there
+    machine, home, uid = os.uname().machine, os.getcwd(), FIRST_UID + os.getpid()
+    os.umask(0o022)
+    may = os.geteuid() == 0 and may_become(uid)  # for which /proc has to be there
     enforced = {"mounts": confine_mounts(home, machine, home_mb, home_files)}
     if enforced["mounts"]:
-        null = os.open("/dev/null", os.O_RDWR)
-        for handle in (1, 2):
-            os.dup2(null, handle)
-        os.dup2(null, 0)
-        os.close(null)
-    if uid is not None:
+        reopen_standard()
+    # What others than root do not reach by the names it has here is of no use to another uid.
+    enforced["user"] = may and within_reach(os.__file__) and within_reach(os.getcwd())
+    if enforced["user"]:
         become(uid)
-    enforced["user"] = uid is not None
     enforced["capabilities"] = drop_privileges()
     die_with(parent)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # or both of the following would need root
