@@ -570,8 +570,8 @@ def test_without_mounts_modes_and_times_stay_out_of_reach(tmp_path: Path) -> Non
         assert os.fstat(file.fileno()).st_mode & 0o777 == 0o600
 
 
-def test_deep_trees_modes_and_flags_do_not_stop_a_removal(tmp_path: Path) -> None:
-    top = tmp_path / "top"
+def deep(top: Path) -> None:
+    """Far beyond the length of a path and the depth of a stack."""
     top.mkdir()
     here = os.open(top, os.O_RDONLY)
     for _ in range(3000):
@@ -580,6 +580,26 @@ def test_deep_trees_modes_and_flags_do_not_stop_a_removal(tmp_path: Path) -> Non
         os.close(here)
         here = deeper
     os.close(here)
+
+
+def test_what_earlier_runs_left_neither_fails_nor_delays_the_next(tmp_path: Path) -> None:
+    left = tmp_path / f"{ROOT_PREFIX}left"
+    deep(left)
+    (tmp_path / f"{ROOT_PREFIX}file").write_text("no directory")
+
+    async def main() -> None:
+        async with SandboxPool(prewarmed=0) as pool, pool.sandbox() as sandbox:
+            await sandbox.start()
+            assert await sandbox.run("1 + 1") == "2\n"
+            await until(lambda: not left.exists())
+
+    asyncio.run(main())
+    (tmp_path / f"{ROOT_PREFIX}file").unlink()
+
+
+def test_deep_trees_modes_and_flags_do_not_stop_a_removal(tmp_path: Path) -> None:
+    top = tmp_path / "top"
+    deep(top)
     (top / "held").mkdir()
     (top / "held" / "file").write_text("x")
     if os.geteuid() == 0 and shutil.which("chattr"):

@@ -74,6 +74,8 @@ def _remove_abandoned_roots() -> None:
         with suppress(OSError):
             handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
+                if os.fstat(handle).st_uid != os.geteuid():
+                    raise PermissionError
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 os.close(handle)
@@ -154,7 +156,7 @@ class SandboxPool:
             sandbox.close()
 
     async def close(self) -> None:
-        """End every sandbox; returns when no process and no directory is left. Trajectories that still run lose theirs."""
+        """End every sandbox; no process is left then, and no directory that can be removed. What still runs loses its own."""
         root, self._root = self._root, None
         if self._refill is not None:
             self._refill.cancel()

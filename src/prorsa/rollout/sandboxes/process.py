@@ -80,6 +80,7 @@ class Worker:
         """Set once the directory is gone too, or is left for good."""
         self._living = living
         self._writer: asyncio.StreamWriter | None = None
+        self._watcher: asyncio.Task[None] | None = None
         self._removal: asyncio.Task[None] | None = None
         try:
             self.process, self._pidfd, self._wire = _launch(self.home, limits)
@@ -104,11 +105,13 @@ class Worker:
         if verdict != "ready":
             raise SandboxError(f"a sandbox did not start: {' '.join(words)}")
         self.enforced = frozenset(words)
+        if "mounts" not in self.enforced and not self.dead.is_set():
+            self._watcher = asyncio.create_task(self._watch(), name="sandbox-watch")
 
     async def run(self, code: str) -> str:
         """Raises `TimeoutError` or `WorkerEnded`; the process is dead then, as it is after a cancellation."""
         data = code.encode("utf-8", "replace")
-        async with self._bound(self.limits.timeout), self._watched():
+        async with self._bound(self.limits.timeout):
             assert self._writer is not None
             self._writer.write(len(data).to_bytes(4, "big") + data)
             await self._writer.drain()
@@ -152,6 +155,8 @@ class Worker:
         if self._writer is not None:
             self._writer.close()
         self.dead.set()
+        if self._watcher is not None:
+            self._watcher.cancel()
         try:
             self.home.rmdir()  # where it had mounts of its own, nothing was ever in it
         except OSError:
@@ -171,19 +176,11 @@ class Worker:
         self._living.discard(self)
         self.ended.set()
 
-    @asynccontextmanager
-    async def _watched(self) -> AsyncIterator[None]:
-        """Bound the files and bytes together where no mount does: what is written between two looks comes on top."""
-        if "mounts" in self.enforced:
-            yield
-            return
-        watch = asyncio.create_task(self._watch())
-        try:
-            yield
-        finally:
-            watch.cancel()
-
     async def _watch(self) -> None:
+        """Bound the files and bytes together where no mount does: what is written between two looks comes on top.
+
+        Between calls as well, for code that has answered may still run.
+        """
         while await asyncio.to_thread(within, self.home, self.limits):  # noqa: ASYNC110
             await asyncio.sleep(LOOKS)  # another process gives no signal
         log.warning("a sandbox was ended: it wrote more than its bound of files or bytes")
