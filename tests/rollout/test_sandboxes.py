@@ -582,6 +582,19 @@ def deep(top: Path) -> None:
     os.close(here)
 
 
+def test_what_cannot_be_counted_is_not_within_bounds(tmp_path: Path) -> None:
+    top = tmp_path / "top"
+    deep(top)
+    assert not processes.within(top, processes.Limits(home_files=10**6))
+    processes.remove_tree(top)
+    top.mkdir()
+    (top / "file").write_bytes(b"x" * (1 << 20))
+    assert processes.within(top, processes.Limits(home_files=1, home_mb=2))
+    assert not processes.within(top, processes.Limits(home_files=0, home_mb=2))
+    assert not processes.within(top, processes.Limits(home_files=1, home_mb=0))
+    processes.remove_tree(top)
+
+
 def test_what_earlier_runs_left_neither_fails_nor_delays_the_next(tmp_path: Path) -> None:
     left = tmp_path / f"{ROOT_PREFIX}left"
     deep(left)

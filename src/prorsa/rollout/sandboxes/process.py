@@ -230,19 +230,27 @@ def remove_tree(path: Path) -> None:
 
 
 def within(home: Path, limits: Limits) -> bool:
-    """Whether the files of a sandbox that may still run are within its bounds. Looks at no more than may be there."""
+    """Whether the files of a sandbox that may still run are within its bounds. Looks at no more than may be there.
+
+    A directory that cannot be looked into, because of its mode or depth, is none that stays within bounds.
+    """
     count = size = 0
     waiting = [str(home)]
     while waiting:
-        with suppress(OSError), os.scandir(waiting.pop()) as entries:
-            for entry in entries:
-                with suppress(OSError):
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
                     count += 1
-                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    with suppress(FileNotFoundError):
+                        size += entry.stat(follow_symlinks=False).st_blocks * 512
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append(entry.path)
-                if count > limits.home_files or size > limits.home_mb << 20:
-                    return False
+                    if count > limits.home_files or size > limits.home_mb << 20:
+                        return False
+        except FileNotFoundError:
+            continue  # removed meanwhile
+        except OSError:
+            return False
     return True
 
 

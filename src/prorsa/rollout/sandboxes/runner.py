@@ -326,9 +326,10 @@ def confine(parent: int, home_mb: int, home_files: int) -> list[str]:
     may = os.geteuid() == 0 and may_become(uid)  # for which /proc has to be there
     enforced = {"mounts": confine_mounts(home, machine, home_mb, home_files)}
     if enforced["mounts"]:
+        home = HOME
         reopen_standard()
     # What others than root do not reach by the names it has here is of no use to another uid.
-    enforced["user"] = may and within_reach(os.__file__) and within_reach(os.getcwd())
+    enforced["user"] = may and within_reach(os.__file__) and within_reach(home)
     if enforced["user"]:
         become(uid)
     enforced["capabilities"] = drop_privileges()
