@@ -258,7 +258,12 @@ def build_task(config: Config) -> Task:
 def build_sandboxes(config: Config) -> SandboxPool:
     sandbox = config.sandbox
     return SandboxPool(
-        sandbox.prewarmed, sandbox.timeout, sandbox.memory_mb, sandbox.file_mb, sandbox.disk_mb, sandbox.files
+        sandbox.prewarmed,
+        sandbox.timeout,
+        sandbox.memory_mb,
+        sandbox.file_mb,
+        home_mb=sandbox.home_mb,
+        home_files=sandbox.home_files,
     )
 
 

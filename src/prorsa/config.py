@@ -216,10 +216,10 @@ class Sandbox(Section):
     """Address space of a sandbox, MiB."""
     file_mb: Positive = 4
     """Largest file that a sandbox may write, MiB."""
-    disk_mb: Positive = 64
-    """All files of a sandbox together, MiB; they are in memory where the kernel allows it."""
-    files: Positive = 4096
-    """Most files and directories of a sandbox."""
+    home_mb: Positive = 64
+    """All files of a sandbox together, MiB; they are kept in memory where the kernel gives a sandbox mounts of its own."""
+    home_files: Positive = 4096
+    """Files and directories of a sandbox together."""
 
 
 class Batches(Section):

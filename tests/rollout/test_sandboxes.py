@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +13,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +53,7 @@ def runners(parent: int | None = None) -> list[int]:
                 command = (entry / "cmdline").read_text()
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            # One that is just ending has no command line any more.
-            ours = str(RUNNER) in command or not command
+            ours = str(RUNNER) in command or status[0] == "Z"
             if ours and int(status[1]) == (parent or os.getpid()):
                 found.append(int(entry.name))
     return found
@@ -159,7 +161,8 @@ def enforced(name: str) -> bool:
     found: list[bool] = []
 
     async def test(sandbox: ProcessSandbox) -> None:
-        found.append(name in sandbox.enforced)
+        assert sandbox._worker is not None
+        found.append(name in sandbox._worker.enforced)
 
     in_sandbox(test)
     return found[0]
@@ -201,10 +204,7 @@ def test_no_file_outside_its_directory(tmp_path: Path) -> None:
             "import os; open(f'/proc/{os.getppid()}/environ').read()",
         ):
             (text,) = results(code)
-            # What lies below a directory that is closed to others is not even there, and the rest is mounted read-only.
-            assert any(error in text for error in ("PermissionError", "FileNotFoundError", "Read-only file system")), (
-                code
-            )
+            assert re.search("PermissionError|No such file|Read-only", text), code
         assert secret.read_text() == "hunter2"
     finally:
         secret.unlink()
@@ -219,7 +219,7 @@ def test_all_of_it_works_without_privileges(tmp_path: Path) -> None:
         async def main():
             async with SandboxPool(prewarmed=0) as pool, pool.sandbox() as sandbox:
                 await sandbox.start()
-                print(await sandbox.run("1 + 1"), sorted(sandbox.enforced))
+                print(await sandbox.run("1 + 1"), sorted(sandbox._worker.enforced))
 
         asyncio.run(main())
     """)
@@ -227,191 +227,6 @@ def test_all_of_it_works_without_privileges(tmp_path: Path) -> None:
     answer = subprocess.check_output(without, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
     enforced_here = [name for name in ("calls", "capabilities", "files") if enforced(name)]
     assert answer == f"2\n {enforced_here}\n"
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="the other tests run unprivileged then")
-def test_files_are_bounded_where_nothing_can_be_mounted(tmp_path: Path) -> None:
-    script = textwrap.dedent("""
-        import asyncio
-        from prorsa.rollout.sandboxes.pool import SandboxPool
-
-        async def main():
-            async with SandboxPool(prewarmed=0, timeout=30.0, files=500) as pool, pool.sandbox() as sandbox:
-                await sandbox.start()
-                assert "disk" not in sandbox.enforced
-                print(await sandbox.run("import os, time\\nfor i in range(600): os.mkdir(f'd{i}')\\ntime.sleep(30)"))
-
-        asyncio.run(main())
-    """)
-    without = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c", script]
-    answer = subprocess.check_output(without, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
-    assert answer == f"The interpreter wrote more than 64 MB or 500 files and was killed. {LOST}\n"
-
-
-RAW = """\
-import ctypes, os, struct
-libc = ctypes.CDLL(None, use_errno=True)
-def call(number, *arguments):
-    return libc.syscall(ctypes.c_long(number), *arguments), os.strerror(ctypes.get_errno())
-information = ctypes.create_string_buffer(128)
-struct.pack_into("iii", information, 0, 9, 0, -1)
-"""
-
-
-@pytest.fixture
-def bystander() -> Iterator[int]:
-    """A process of this user that has nothing to do with a sandbox."""
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    yield process.pid
-    assert process.poll() is None
-    process.communicate(b"\n")
-
-
-def state_of(pid: int) -> tuple[object, ...]:
-    return os.getpriority(os.PRIO_PROCESS, pid), os.sched_getaffinity(pid), os.sched_getscheduler(pid)
-
-
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="system calls by their numbers there")
-@pytest.mark.parametrize(
-    "code",
-    [
-        "call(62, {pid}, 9)",
-        "call(129, {pid}, 9, information)",
-        "call(297, {pid}, {pid}, 9, information)",
-        "call(424, call(434, {pid}, 0)[0], 9, None, 0)",
-        "call(141, 0, {pid}, 19)",
-        "call(203, {pid}, 8, ctypes.c_long(1))",
-        "call(251, 1, {pid}, 0x6007)",
-        "call(302, {pid}, 7, ctypes.create_string_buffer(16), None)",
-        "call(302, 0, 7, ctypes.create_string_buffer(16), None)",
-        "call(438, 3, 0, 0)",
-        "call(170, b'evil', 4)",
-        "call(227, 0, information)",
-        "call(161, b'.')",
-        "call(133, b'device', 0o20777, 0x0101)",
-        "call(165, b'x', b'.', b'tmpfs', 0, None)",
-        "call(321, 0, information, 64)",
-        "call(323, 0)",
-        "call(425, 8, information)",
-        "call(0x40000000 | 62, {pid}, 9)",
-    ],
-)
-def test_no_system_call_reaches_another_process_or_the_machine(code: str, bystander: int) -> None:
-    before = state_of(bystander)
-    (text,) = results(RAW + code.format(pid=bystander))
-    assert text == "(-1, 'Operation not permitted')\n"
-    assert state_of(bystander) == before
-
-
-def test_no_signal_is_sent_by_a_file(bystander: int) -> None:
-    """A descriptor can have an owner that is sent any signal when it is ready."""
-    for command in (8, 10, 15, 1024, 1026):
-        (text,) = results(f"import fcntl, os; fcntl.fcntl(os.pipe()[0], {command}, {bystander})")
-        assert "PermissionError" in text
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "os.chmod({path!r}, 0o777)",
-        "os.utime({path!r}, (0, 0))",
-        "os.chown({path!r}, 1000, 1000)",
-        "os.setxattr({path!r}, 'user.x', b'x')",
-        "os.link({path!r}, 'mine')",
-        "os.symlink({path!r}, 'mine'); os.chmod('mine', 0o777)",
-        "os.fchmod(os.open(os.__file__, os.O_RDONLY), 0o777)",
-        "os.utime(os.open(os.__file__, os.O_RDONLY), (0, 0))",
-        "os.fchmod(1, 0o600)",
-    ],
-)
-def test_modes_owners_times_and_attributes_outside_stay(code: str) -> None:
-    path = Path(tempfile.mkdtemp(dir="/var/tmp")) / "file"
-    path.write_text("x")
-    watched = [path, Path(os.__file__), Path("/dev/null")]
-    try:
-        path.parent.chmod(0o755)
-        before = [(file.stat().st_mode, file.stat().st_uid, file.stat().st_mtime_ns) for file in watched]
-        results(f"import os; {code.format(path=str(path))}")
-        assert [(file.stat().st_mode, file.stat().st_uid, file.stat().st_mtime_ns) for file in watched] == before
-        assert os.listxattr(path) == []
-    finally:
-        shutil.rmtree(path.parent)
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import shutil; open('a', 'w').write('x'); shutil.copy2('a', 'b'); shutil.move('b', 'c'); open('c').read()",
-        "import tempfile; f = tempfile.NamedTemporaryFile('w+'); f.write('x'); f.seek(0); f.read()",
-        "import os; os.makedirs('a/b'); os.chmod('a', 0o700); os.utime('a'); os.rename('a/b', 'c'); 'x'",
-        "import pathlib; p = pathlib.Path('p'); p.touch(); p.touch(); p.write_text('x'); p.read_text()",
-        "import sqlite3; sqlite3.connect('db').execute('select ?', 'x').fetchone()[0]",
-        "import zipfile; zipfile.ZipFile('z', 'w').writestr('n', 'x'); zipfile.ZipFile('z').read('n').decode()",
-        "import csv, json, re, math, random, statistics, itertools, datetime, decimal, fractions, hashlib; 'x'",
-        "import zoneinfo, datetime; datetime.datetime(2026, 1, 1, tzinfo=zoneinfo.ZoneInfo('Europe/Berlin')); 'x'",
-        "import unicodedata, xml.etree.ElementTree as t; t.fromstring('<a>x</a>').text",
-        "import time, signal; time.sleep(0.01); signal.signal(signal.SIGALRM, print); signal.setitimer(0, 0); 'x'",
-        "import ctypes; ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 1)(); 'x'",
-        "import os; os.cpu_count(); os.getpid(); os.uname(); os.get_terminal_size if 1 else 0; 'x'",
-        "import logging, collections, functools, heapq, bisect, string, textwrap, uuid; uuid.uuid4(); 'x'",
-        "import dataclasses, typing, enum, asyncio, concurrent.futures; 'x'",
-    ],
-)
-def test_what_tools_do_in_python_works(code: str) -> None:
-    assert results(code)[0].splitlines()[-1] == "'x'"
-
-
-def test_all_files_together_are_bounded() -> None:
-    many, big, after = results(
-        "import os\nfor i in range(10_000): os.mkdir(f'd{i}')",
-        "for i in range(100): open(f'f{i}', 'wb').write(bytes(1 << 20))",
-        "1 + 1",
-        disk_mb=8,
-        files=500,
-        timeout=20.0,
-    )
-    assert "No space left on device" in many or "wrote more than 8 MB or 500 files" in many
-    assert "No space left on device" in big or "wrote more than 8 MB or 500 files" in big
-    assert after == "2\n"
-
-
-DEEP = "import os\nfor i in range(1500): os.mkdir('d'); os.chdir('d')"
-
-
-def test_a_deep_tree_costs_neither_its_run_nor_the_next() -> None:
-    assert results(DEEP, "1 + 1", timeout=20.0)[1] == "2\n"
-    assert results("1 + 1") == ["2\n"]
-
-
-def test_a_hostile_tree_that_a_killed_run_left_is_removed_by_the_next(own_temporary_directory: Path) -> None:
-    left = own_temporary_directory / f"{ROOT_PREFIX}left"
-    left.mkdir()
-    subprocess.run([sys.executable, "-c", DEEP], cwd=left, check=True)
-    assert results("1 + 1") == ["2\n"]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="it takes root to make a directory that nobody can remove")
-def test_a_directory_that_cannot_be_removed_is_told_and_costs_nobody_anything(
-    own_temporary_directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    left = own_temporary_directory / f"{ROOT_PREFIX}left"
-    (left / "inner").mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "none", left / "inner"], check=True)
-    try:
-        assert results("1 + 1") == ["2\n"]
-        assert f"the directory {left} of a sandbox is left" in caplog.text
-    finally:
-        subprocess.run(["umount", left / "inner"], check=True)
-    assert results("1 + 1") == ["2\n"]
-
-
-def test_a_short_run_of_hostile_calls_changes_nothing_outside(own_temporary_directory: Path) -> None:
-    script = Path(__file__).parents[2] / "scripts" / "sandbox_attacks.py"
-    done = subprocess.run(
-        [sys.executable, script, "--count=60", "--seed=7"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "0 things outside a sandbox were changed" in done.stdout
 
 
 def test_a_directory_without_permissions_is_removed_too() -> None:
@@ -570,7 +385,7 @@ def test_a_killed_parent_leaves_no_process_and_the_next_pool_removes_its_directo
 
     async def next_run() -> None:
         async with SandboxPool(prewarmed=0):
-            assert not left.exists()
+            await until(lambda: not left.exists())
 
     asyncio.run(next_run())
 
@@ -600,5 +415,295 @@ def test_a_whole_rollout_in_real_sandboxes() -> None:
         modes = {event.mode for event in control.of(e.SandboxStarting)}  # type: ignore[attr-defined]
         assert modes == {SandboxMode.PREWARMED, SandboxMode.COLD}
         assert {"1776" in CHAT.decode(request.input_ids) for request in control.requests if request.turn == 2} == {True}
+
+    asyncio.run(main())
+
+
+# What hostile code tries, and what stays as it was.
+
+INFO = "import ctypes, os, struct; b = ctypes.create_string_buffer(128); struct.pack_into('iii', b, 0, 9, 0, -1)\n"
+QUEUE = {"x86_64": (129, 297), "aarch64": (138, 240)}.get(os.uname().machine, (129, 297))
+
+
+@contextmanager
+def sentinel() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_no_other_process_is_reached_by_any_call() -> None:
+    with sentinel() as other:
+        pid = other.pid
+        before = (os.getpriority(os.PRIO_PROCESS, pid), os.sched_getaffinity(pid), os.sched_getscheduler(pid))
+        texts = results(
+            f"{INFO}ctypes.CDLL(None).syscall({QUEUE[0]}, {pid}, 9, b)",
+            f"{INFO}ctypes.CDLL(None).syscall({QUEUE[1]}, {pid}, {pid}, 9, b)",
+            f"import fcntl, os; r, w = os.pipe(); fcntl.fcntl(r, fcntl.F_SETOWN, {pid})",
+            "fcntl.fcntl(r, fcntl.F_SETSIG, 9)",
+            "fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC); os.write(w, b'x')",
+            f"os.setpriority(os.PRIO_PROCESS, {pid}, 19)",
+            f"os.sched_setaffinity({pid}, [0])",
+            f"os.sched_setscheduler({pid}, os.SCHED_IDLE, os.sched_param(0))",
+            f"import resource; resource.prlimit({pid}, resource.RLIMIT_NOFILE, (0, 0))",
+            # A pointer whose lower half is zero is no null pointer.
+            "import resource; l = ctypes.CDLL(None); l.mmap.restype = ctypes.c_void_p\n"
+            "at = l.mmap(ctypes.c_void_p(1 << 32), ctypes.c_size_t(4096), 3, 0x32, -1, ctypes.c_long(0))\n"
+            "if l.prlimit(0, 4, ctypes.c_void_p(at), None): raise OSError('not permitted')",
+        )
+        assert other.poll() is None
+        assert texts[:2] == ["-1\n", "-1\n"]
+        assert all("not permitted" in text or "not allowed" in text for text in texts[2:]), texts
+        assert before == (
+            *(os.getpriority(os.PRIO_PROCESS, pid), os.sched_getaffinity(pid)),
+            os.sched_getscheduler(pid),
+        )
+
+
+def test_no_attribute_of_a_file_outside_changes(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as place:
+        Path(place).chmod(0o755)
+        file = Path(place, "file")
+        file.write_text("kept")
+        file.chmod(0o600)
+        before = file.stat()
+        for code in (
+            f"os.chmod({str(file)!r}, 0o777)",
+            f"os.chown({str(file)!r}, 1, 1)",
+            f"os.utime({str(file)!r}, (0, 0))",
+            f"os.setxattr({str(file)!r}, 'user.x', b'y')",
+            f"os.truncate({str(file)!r}, 0)",
+            f"os.link({str(file)!r}, 'mine')",
+            "os.chmod(os.__file__, 0o777)",
+            "os.utime('/dev/null')",
+            "os.fchmod(0, 0)",
+        ):
+            (text,) = results(f"import os\n{code}")
+            assert "Error" in text, code
+        after = file.stat()
+        assert file.read_text() == "kept"
+        assert (after.st_mode, after.st_uid, after.st_ctime_ns) == (before.st_mode, before.st_uid, before.st_ctime_ns)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os.mknod('d', 0o020666, os.makedev(1, 7)); open('d', 'rb')",
+        "import os; os.chroot('.')",
+        "import time; time.clock_settime(time.CLOCK_REALTIME, 0)",
+        "import socket; socket.sethostname('x')",
+    ],
+)
+def test_root_has_no_privileges_inside(code: str) -> None:
+    (text,) = results(code)
+    assert "not permitted" in text
+
+
+def test_files_and_bytes_are_bounded_together() -> None:
+    many, big = results(
+        "import os\nfor i in range(1000): os.mkdir(str(i))",
+        "for i in range(1000): open(f'0/{i}' , 'wb')",
+        home_files=100,
+    )
+    assert "No space left" in many
+    assert "No space left" in big
+    (full,) = results("for i in range(9): open(str(i), 'wb').write(b'x' * (1 << 20))", home_mb=4)
+    assert "No space left" in full
+
+
+def without_mounts(code: str, tmp_path: Path, **limits: int) -> str:
+    """What the code returns where the kernel gives no mounts, as in most containers; the log too."""
+    script = textwrap.dedent("""
+        import asyncio, json, logging, sys
+        from prorsa.rollout.sandboxes.pool import SandboxPool
+
+        async def main(code, limits):
+            logging.basicConfig(stream=sys.stdout)
+            async with SandboxPool(prewarmed=0, **limits) as pool, pool.sandbox() as sandbox:
+                await sandbox.start()
+                assert "mounts" not in sandbox._worker.enforced
+                print(await sandbox.run(code))
+
+        asyncio.run(main(sys.argv[1], json.loads(sys.argv[2])))
+    """)
+    without = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c", script]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    return subprocess.check_output([*without, code, json.dumps(limits)], text=True, env=environment, timeout=60)
+
+
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("setpriv"), reason="only root can take its mounts away"
+)
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os\nfor i in range(1500): os.mkdir('d'); os.chdir('d')",
+        "import os\nfor i in range(3000): os.mkdir(str(i))",
+        "import os\nos.symlink('/etc', 'l'); os.mkdir('a'); open('a/b', 'w'); os.link('a/b', 'c')",
+        "import os\nos.mkdir('.prorsa-removal-1-0'); open('-rf', 'w'); open('\\udcff\\n', 'w')",
+    ],
+)
+def test_without_mounts_whatever_is_left_is_removed(code: str, tmp_path: Path) -> None:
+    assert "is left" not in without_mounts(code, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_root
+def test_without_mounts_a_sandbox_over_its_bound_is_ended(tmp_path: Path) -> None:
+    text = without_mounts(
+        "import os, time\nfor i in range(200): os.mkdir(str(i))\ntime.sleep(4)", tmp_path, home_files=99
+    )
+    assert "more than its bound" in text
+    assert "was killed by SIGKILL" in text
+
+
+@needs_root
+def test_without_mounts_modes_and_times_stay_out_of_reach(tmp_path: Path) -> None:
+    with tempfile.NamedTemporaryFile(dir="/var/tmp") as file:
+        assert "not permitted" in without_mounts(f"import os; os.chmod({file.name!r}, 0o777)", tmp_path)
+        assert os.fstat(file.fileno()).st_mode & 0o777 == 0o600
+
+
+def deep(top: Path) -> None:
+    """Far beyond the length of a path and the depth of a stack."""
+    top.mkdir()
+    here = os.open(top, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("a-name-of-some-length", dir_fd=here)
+        deeper = os.open("a-name-of-some-length", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = deeper
+    os.close(here)
+
+
+def test_what_cannot_be_counted_is_not_within_bounds(tmp_path: Path) -> None:
+    top = tmp_path / "top"
+    deep(top)
+    assert not processes.within(top, processes.Limits(home_files=10**6))
+    processes.remove_tree(top)
+    top.mkdir()
+    (top / "file").write_bytes(b"x" * (1 << 20))
+    assert processes.within(top, processes.Limits(home_files=1, home_mb=2))
+    assert not processes.within(top, processes.Limits(home_files=0, home_mb=2))
+    assert not processes.within(top, processes.Limits(home_files=1, home_mb=0))
+    processes.remove_tree(top)
+
+
+def test_what_earlier_runs_left_neither_fails_nor_delays_the_next(tmp_path: Path) -> None:
+    left = tmp_path / f"{ROOT_PREFIX}left"
+    deep(left)
+    (tmp_path / f"{ROOT_PREFIX}file").write_text("no directory")
+
+    async def main() -> None:
+        async with SandboxPool(prewarmed=0) as pool, pool.sandbox() as sandbox:
+            await sandbox.start()
+            assert await sandbox.run("1 + 1") == "2\n"
+            await until(lambda: not left.exists())
+
+    asyncio.run(main())
+    (tmp_path / f"{ROOT_PREFIX}file").unlink()
+
+
+def test_deep_trees_modes_and_flags_do_not_stop_a_removal(tmp_path: Path) -> None:
+    top = tmp_path / "top"
+    deep(top)
+    (top / "held").mkdir()
+    (top / "held" / "file").write_text("x")
+    if os.geteuid() == 0 and shutil.which("chattr"):
+        subprocess.run(["chattr", "+i", top / "held" / "file"], check=False)
+        subprocess.run(["chattr", "+a", top / "held"], check=False)
+    (top / "shut").mkdir(mode=0)
+    processes.remove_tree(top)
+    assert not top.exists()
+
+
+def test_one_that_cannot_be_removed_costs_nobody_anything(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with SandboxPool(prewarmed=0) as pool:
+            async with pool.sandbox() as stuck:
+                await stuck.start()
+                worker = stuck._worker
+                assert worker is not None
+                (worker.home / "file").write_text("put there from outside")
+            await worker.ended.wait()
+            async with pool.sandbox() as other:
+                await other.start()
+                assert await other.run("1 + 1") == "2\n"
+
+    monkeypatch.setattr(processes, "REMOVAL", Path("/nonexistent/removal.py"))
+    asyncio.run(main())
+    assert "a sandbox's directory is left" in caplog.text
+    assert "left for the next run" in caplog.text
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def next_run() -> None:
+        async with SandboxPool(prewarmed=0):
+            await until(lambda: len(list(tmp_path.iterdir())) == 1)
+
+    asyncio.run(next_run())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import math, json, re, itertools, statistics, random, decimal, fractions, hashlib as h; h.sha256(b'').hexdigest()",
+        "import datetime as d, zoneinfo as z; d.datetime(2024, 7, 1, tzinfo=z.ZoneInfo('Asia/Tokyo')).utcoffset().seconds",
+        "import sqlite3; sqlite3.connect(':memory:').execute('select 6 * 7').fetchone()",
+        "import sqlite3; c = sqlite3.connect('db'); c.execute('create table t (x)'); c.commit(); c.execute('select 1')",
+        "import tempfile; f = tempfile.NamedTemporaryFile('w+', dir='.'); f.write('x'); f.seek(0); f.read()",
+        "import shutil; open('a', 'w').write('hi'); shutil.copy2('a', 'b'); open('b').read()",
+        "import os; os.makedirs('x/y'); os.rename('x/y', 'z'); sorted(os.listdir('.'))",
+        "import time; time.sleep(0.01); time.time() > 0",
+        "import csv, io, collections, functools, dataclasses, typing, heapq, bisect, string, uuid; uuid.uuid4().version",
+        "import pathlib; pathlib.Path('p').write_text('x'); pathlib.Path('p').stat().st_size",
+        "import asyncio.events, urllib.parse, xml.etree.ElementTree as t; t.fromstring('<a>1</a>').text",
+        "import zipfile; zipfile.ZipFile('z.zip', 'w').writestr('n', 'x'); zipfile.ZipFile('z.zip').namelist()",
+    ],
+)
+def test_ordinary_code_works(code: str) -> None:
+    (text,) = results(code)
+    assert text
+    assert "Traceback" not in text
+
+
+def test_a_seeded_run_of_hostile_calls_changes_nothing_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import sandbox_attacks
+
+    assert sandbox_attacks.attack(seed=11, count=60) == ([], 60)
+
+
+@needs_root
+def test_the_doctor_tells_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    from prorsa.cli import main
+
+    assert main(["doctor"]) == 0
+    told = capsys.readouterr().out
+    assert re.search("signal another process +refused", told)
+    command = [sys.executable, "-m", "prorsa.cli", "doctor"]
+    less = subprocess.run(["setpriv", "--bounding-set=-all", *command], capture_output=True, text=True, check=True)
+    assert re.search("!! +mounts +missing", less.stdout)
+    assert "does not fully confine" in less.stderr
+
+
+@needs_root
+def test_as_root_a_sandbox_has_a_uid_of_its_own() -> None:
+    async def main() -> None:
+        async with SandboxPool(prewarmed=0) as pool, pool.sandbox() as one, pool.sandbox() as two:
+            uids = []
+            for sandbox in (one, two):
+                await sandbox.start()
+                uids.append(int(await sandbox.run("import os; os.getuid()")))
+                assert ("user" in sandbox.enforced) == (uids[-1] != 0)
+            assert uids[0] != uids[1] or uids == [0, 0]
 
     asyncio.run(main())

@@ -1,15 +1,17 @@
 """A sandbox is one Python process: `Worker` is the running interpreter, `ProcessSandbox` what a trajectory holds.
 
-What is isolated, and what of it the kernel may lack, is told by `prorsa.rollout.sandboxes.runner` and in docs/security.md;
-`Worker.enforced` has what this one grants. In any case memory, CPU time, wall time, the size of a file and the number of open
-ones are bounded, and the parent's environment, descriptors and site-packages are not inherited.
+Its memory, CPU time, open files, files, bytes and wall time are bounded; nothing of the parent is inherited. The runner
+takes every right away that the kernel lets it: `Worker.enforced` names what is enforced, docs/security.md what that means.
+Against code that attacks the kernel itself, run Prorsa inside a VM.
 
-No worker is left behind: its end, whatever caused it, is noticed through a pidfd, and its directory is removed then.
+No worker is left behind: its end, whatever caused it, is noticed through a pidfd, and its directory is removed then,
+by another process. A directory that cannot be removed is told and left; it keeps nothing and nobody waiting.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import platform
@@ -19,19 +21,22 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from prorsa.lifecycle.events import SandboxMode
 from prorsa.rollout.sandboxes.base import SandboxError
-from prorsa.rollout.sandboxes.directories import holds_more
 
-RUNNER = Path(__file__).with_name("runner.py")
+log = logging.getLogger(__name__)
+
+RUNNER, REMOVAL = (Path(__file__).with_name(name) for name in ("runner.py", "removal.py"))
 START_TIMEOUT = 30.0
 """Seconds until an interpreter must have reported; on an idle core it takes about 0.03 s."""
-DISK_CHECK = 0.25
-"""Seconds between two looks at a directory that the kernel does not bound."""
+REMOVAL_TIMEOUT = 60.0
+"""Seconds after which a directory that is still being removed is left for the next run."""
+LOOKS = 0.5
+"""Seconds between two looks at the files of a sandbox that has no mounts of its own to bound them."""
 CALLS_OF_CPU = 20
 """A worker's CPU time over its life, in calls of full length: a bound for one whose parent hangs."""
 
@@ -44,10 +49,10 @@ class Limits:
     """Address space, the interpreter's own included."""
     file_mb: int = 4
     """Size of one file."""
-    disk_mb: int = 64
-    """Size of all its files together."""
-    files: int = 4096
-    """Its files and directories."""
+    home_mb: int = 64
+    """All files together."""
+    home_files: int = 4096
+    """Files and directories together."""
     output_chars: int = 2000
     """Longest printed text that a call returns; its traceback may take as much again."""
 
@@ -62,32 +67,35 @@ class Worker:
     Its parent is the thread that makes it, which therefore has to outlive it.
     """
 
-    def __init__(self, root: Path, limits: Limits, ended: Callable[[Worker], None]) -> None:
-        """Start the process in a new directory below `root`. `ended` is told of its end. Raises `OSError`."""
+    def __init__(self, root: Path, limits: Limits, living: set[Worker]) -> None:
+        """Start the process in a new directory below `root`. It is in `living` until it has ended. Raises `OSError`."""
         self.limits = limits
         self.home = Path(tempfile.mkdtemp(dir=root))
-        """Empty for us where the sandbox has a file system of its own there."""
         self.enforced: frozenset[str] = frozenset()
-        """What the kernel enforces, of the names in `prorsa.rollout.sandboxes.runner`; known after `lock_in`."""
+        """What the kernel enforces of "mounts", "user", "capabilities", "files" (Landlock) and "calls" (seccomp); known
+        after `lock_in`."""
+        self.dead = asyncio.Event()
+        """Set once the process is reaped."""
         self.ended = asyncio.Event()
-        """Set once the process is reaped, whatever ended it."""
-        self._tell = ended
-        self._too_much = False
-        """Whether it was killed for what it wrote."""
+        """Set once the directory is gone too, or is left for good."""
+        self._living = living
         self._writer: asyncio.StreamWriter | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._removal: asyncio.Task[None] | None = None
         try:
             self.process, self._pidfd, self._wire = _launch(self.home, limits)
         except OSError:
             self.home.rmdir()
             raise
         asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+        living.add(self)
 
     async def lock_in(self) -> None:
         """Wait until the interpreter enforces its limits. Raises `SandboxError`; it is dead then."""
         try:
             async with self._bound(START_TIMEOUT):
                 self._reader, self._writer = await asyncio.open_unix_connection(sock=self._wire)
-                if self.ended.is_set():
+                if self.dead.is_set():
                     self._writer.close()
                 verdict, *words = (await self._receive()).split()
         except TimeoutError:
@@ -97,11 +105,13 @@ class Worker:
         if verdict != "ready":
             raise SandboxError(f"a sandbox did not start: {' '.join(words)}")
         self.enforced = frozenset(words)
+        if "mounts" not in self.enforced and not self.dead.is_set():
+            self._watcher = asyncio.create_task(self._watch(), name="sandbox-watch")
 
     async def run(self, code: str) -> str:
         """Raises `TimeoutError` or `WorkerEnded`; the process is dead then, as it is after a cancellation."""
         data = code.encode("utf-8", "replace")
-        async with self._bound(self.limits.timeout), self._disk_watched():
+        async with self._bound(self.limits.timeout):
             assert self._writer is not None
             self._writer.write(len(data).to_bytes(4, "big") + data)
             await self._writer.drain()
@@ -110,7 +120,7 @@ class Worker:
 
     def kill(self) -> None:
         """Kill it now; `ended` is set soon after."""
-        if not self.ended.is_set():
+        if not self.dead.is_set():
             os.killpg(self.process.pid, signal.SIGKILL)
 
     @asynccontextmanager
@@ -124,34 +134,11 @@ class Worker:
             raise
         except (OSError, EOFError):
             self.kill()
-            await self.ended.wait()
-            raise WorkerEnded(self._manner()) from None
+            await self.dead.wait()
+            raise WorkerEnded(_manner(self.process.returncode)) from None
         except BaseException:
             self.kill()
             raise
-
-    @asynccontextmanager
-    async def _disk_watched(self) -> AsyncIterator[None]:
-        """Where the kernel does not bound what it writes, kill it for too much."""
-        watch = None if "disk" in self.enforced else asyncio.create_task(self._watch_disk())
-        try:
-            yield
-        finally:
-            if watch is not None:
-                watch.cancel()
-
-    async def _watch_disk(self) -> None:
-        most = self.limits.disk_mb << 20, self.limits.files
-        while not self._too_much:
-            await asyncio.sleep(DISK_CHECK)
-            self._too_much = await asyncio.to_thread(holds_more, self.home, *most)
-        self.kill()
-
-    def _manner(self) -> str:
-        if self._too_much:
-            return f"wrote more than {self.limits.disk_mb} MB or {self.limits.files} files and was killed"
-        code = self.process.returncode
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     async def _receive(self) -> str:
         length = int.from_bytes(await self._reader.readexactly(4), "big")
@@ -167,21 +154,45 @@ class Worker:
         # A socket that is only just being connected is not ours to close yet: `lock_in` does.
         if self._writer is not None:
             self._writer.close()
+        self.dead.set()
+        if self._watcher is not None:
+            self._watcher.cancel()
+        try:
+            self.home.rmdir()  # where it had mounts of its own, nothing was ever in it
+        except OSError:
+            self._removal = asyncio.create_task(self._remove(), name="sandbox-removal")
+        else:
+            self._end()
+
+    async def _remove(self) -> None:
+        try:
+            await asyncio.to_thread(remove_tree, self.home)
+        except OSError as error:
+            log.warning("a sandbox's directory is left, remove it by hand: %s", error)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._living.discard(self)
         self.ended.set()
-        self._tell(self)
+
+    async def _watch(self) -> None:
+        """Bound the files and bytes together where no mount does: what is written between two looks comes on top.
+
+        Between calls as well, for code that has answered may still run.
+        """
+        while await asyncio.to_thread(within, self.home, self.limits):  # noqa: ASYNC110
+            await asyncio.sleep(LOOKS)  # another process gives no signal
+        log.warning("a sandbox was ended: it wrote more than its bound of files or bytes")
+        self.kill()
 
 
 def _launch(home: Path, limits: Limits) -> tuple[subprocess.Popen[bytes], int, socket.socket]:
     """The process, a pidfd of it, and our end of its standard input, which is a socket."""
     cpu_s = math.ceil(limits.timeout * CALLS_OF_CPU)
     settings = (
-        os.getpid(),
-        limits.memory_mb,
-        limits.file_mb,
-        cpu_s,
-        limits.output_chars,
-        limits.disk_mb,
-        limits.files,
+        *(os.getpid(), limits.memory_mb, limits.file_mb, cpu_s, limits.output_chars),
+        *(limits.home_mb, limits.home_files),
     )
     ours, theirs = socket.socketpair()
     with theirs, ExitStack() as undo:
@@ -202,6 +213,51 @@ def _launch(home: Path, limits: Limits) -> tuple[subprocess.Popen[bytes], int, s
     return process, pidfd, ours
 
 
+def remove_tree(path: Path) -> None:
+    """Remove a directory whatever hostile code left in it. Blocks until it is gone. Raises `OSError`."""
+    try:
+        removal = subprocess.run(
+            [sys.executable, "-I", "-S", str(REMOVAL), str(path)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            timeout=REMOVAL_TIMEOUT,
+        )
+    except subprocess.TimeoutExpired:
+        raise OSError(f"{path}: not removed within {REMOVAL_TIMEOUT:g} s") from None
+    if removal.returncode:
+        raise OSError(removal.stderr.decode("utf-8", "replace").strip())
+
+
+def within(home: Path, limits: Limits) -> bool:
+    """Whether the files of a sandbox that may still run are within its bounds. Looks at no more than may be there.
+
+    A directory that cannot be looked into, because of its mode or depth, is none that stays within bounds.
+    """
+    count = size = 0
+    waiting = [str(home)]
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    count += 1
+                    with suppress(FileNotFoundError):
+                        size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    if count > limits.home_files or size > limits.home_mb << 20:
+                        return False
+        except FileNotFoundError:
+            continue  # removed meanwhile
+        except OSError:
+            return False
+    return True
+
+
+def _manner(returncode: int) -> str:
+    return f"was killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exited with code {returncode}"
+
+
 class ProcessSandbox:
     """The sandbox of one trajectory: a worker, and a new one after a call that killed it."""
 
@@ -215,7 +271,7 @@ class ProcessSandbox:
 
     @property
     def enforced(self) -> frozenset[str]:
-        """What confines it, by the names of `prorsa.rollout.sandboxes.runner`; empty before it has started."""
+        """As `Worker.enforced`; empty while no worker runs."""
         return frozenset() if self._worker is None else self._worker.enforced
 
     async def start(self) -> None:
