@@ -17,10 +17,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from threading import Event, RLock, Thread
 from time import monotonic
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +154,14 @@ def cut_torn_line(file: int) -> None:
         os.ftruncate(file, end)
 
 
+def dump_line(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+
+
+def _no_line(error: Exception) -> bytes:
+    raise error
+
+
 class Journal:
     """The files of one directory. Its methods may be called from any thread, and raise nothing that a disk can do."""
 
@@ -210,6 +220,15 @@ class Journal:
             except OSError as error:
                 self.failed(self.directory / name, error)
                 self._hold(name, record)
+
+    def add_record(self, name: str, record: dict[str, Any], called: str) -> None:
+        """A record that is a JSON object, and what it is called where it is lost."""
+        try:
+            line = dump_line(record)
+        except (ValueError, TypeError) as error:
+            self.add(name, Waiting(partial(_no_line, error), 0, called))
+            return
+        self.add(name, Waiting(lambda: line, len(line), called))
 
     def failed(self, path: Path, error: OSError) -> None:
         """Writing has failed: begin to try again."""
@@ -280,7 +299,7 @@ class Journal:
                 if count > self._told[name]:
                     names = [record for file, record in self._names if file == name]
                     line = {"file": name, "lost": count, "records": names}
-                    (self._files.get(LOST) or self.file(LOST)).append(json.dumps(line).encode() + b"\n")
+                    (self._files.get(LOST) or self.file(LOST, shared=True)).append(dump_line(line))
                     self._told[name] = count
 
     # Trying again.

@@ -109,7 +109,7 @@ class RunRecorder:
             self._journal.file(name)
         for name in (rundir.STEPS, rundir.TRAJECTORIES):
             self._journal.file(name, shared=True)
-        self._write(rundir.STARTS, asdict(Start(command, time.time(), offset)), "start")
+        self._journal.add_record(rundir.STARTS, asdict(Start(command, time.time(), offset)), "start")
         if not trace.stat().st_size:
             self._journal.add(rundir.TRACE, Waiting(lambda: HEADER, len(HEADER), "header"))
         self._recount(history)
@@ -155,21 +155,23 @@ class RunRecorder:
             time = decision.time + self.offset
             forecast = replace(decision.forecast, time=decision.forecast.time + self.offset)
             decision = replace(decision, time=time, forecast=forecast)
-        self._write(rundir.DECISIONS, rundir.dump_decision(decision, self._events), f"at {decision.time:.3f} s")
+        self._journal.add_record(
+            rundir.DECISIONS, rundir.dump_decision(decision, self._events), f"at {decision.time:.3f} s"
+        )
         self._totals["decisions"] += 1
         self._at(decision.time)
         self._write_status()
 
     def flip(self, flip: Flip) -> None:
         flip = replace(flip, time=flip.time + self.offset)
-        self._write(rundir.FLIPS, asdict(flip), flip.instance)
+        self._journal.add_record(rundir.FLIPS, asdict(flip), flip.instance)
         self._totals["flips" if flip.failure is None else "failed_flips"] += 1
         self._write_status(now=True)
 
     def turn(self, turn: TurnRecord) -> None:
         line = rundir.dump_turn(turn)
         line["ready"] += self.offset
-        self._write(rundir.TURNS, line, f"{turn.trajectory}, turn {turn.turn}")
+        self._journal.add_record(rundir.TURNS, line, f"{turn.trajectory}, turn {turn.turn}")
         self._count_turn(line)
         if turn.arrivals:
             self._at(turn.arrivals[-1] + self.offset)
@@ -177,19 +179,21 @@ class RunRecorder:
         self._write_status()
 
     def instance(self, time: float, name: str, role: Role, state: InstanceState) -> None:
-        self._write(rundir.INSTANCES, {"time": time + self.offset, "name": name, "role": role, "state": state}, name)
+        self._journal.add_record(
+            rundir.INSTANCES, {"time": time + self.offset, "name": name, "role": role, "state": state}, name
+        )
         self._instances[name] = (role, state)
         self._at(time + self.offset)
         self._write_status(now=True)
 
     def step(self, step: StepRecord) -> None:
         """The end of a training or rollout step; `rundir.record_step` does the same from another process."""
-        self._write(rundir.STEPS, asdict(replace(step, time=step.time + self.offset)), f"step {step.step}")
+        self._journal.add_record(rundir.STEPS, asdict(replace(step, time=step.time + self.offset)), f"step {step.step}")
         self._write_status(now=True)
 
     def trajectory(self, record: TrajectoryRecord) -> None:
         """A trajectory token by token, where the controller keeps them."""
-        self._write(rundir.TRAJECTORIES, asdict(record), record.trajectory)
+        self._journal.add_record(rundir.TRAJECTORIES, asdict(record), record.trajectory)
 
     def close(self) -> None:
         """Write the last status, which says that the run has ended, and close the files. Raises `RecordingFailed` as
@@ -214,14 +218,6 @@ class RunRecorder:
             logger.error("%s", failure)
 
     # Records.
-
-    def _write(self, file: str, record: Json, name: str) -> None:
-        try:
-            line = rundir.dump_line(record)
-        except (ValueError, TypeError) as error:
-            self._journal.add(file, Waiting(partial(_no_line, error), 0, name))
-            return
-        self._journal.add(file, Waiting(lambda: line, len(line), name))
 
     def _write_event(self, event: Event) -> None:
         waiting = Waiting(
@@ -317,10 +313,6 @@ class RunRecorder:
             reward=sum(self._rewards) / len(self._rewards) if self._rewards else None,
             ended=ended,
         )
-
-
-def _no_line(error: Exception) -> bytes:
-    raise error
 
 
 def overwrite(path: Path, status: rundir.Status) -> None:

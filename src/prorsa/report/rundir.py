@@ -39,7 +39,7 @@ from prorsa.cluster.observers import Decision, Flip, TurnRecord
 from prorsa.engines.protocol import FinishReason, Role
 from prorsa.forecast import Forecast, Work
 from prorsa.lifecycle import Event, State, TraceError, read_trace
-from prorsa.report.journal import LOST, NAMES_SHOWN, Lines
+from prorsa.report.journal import LOST, NAMES_SHOWN, Lines, dump_line
 from prorsa.report.runs import Runs, runs
 from prorsa.rollout.records import TrajectoryRecord
 
@@ -233,10 +233,6 @@ def load_trajectory(line: Json) -> TrajectoryRecord:
 
 def _load_generated(line: Json) -> tuple[str, int] | None:
     return None if line["dropped"] is not None else (line["trajectory"], sum(line["response_mask"]))
-
-
-def dump_line(record: Json) -> bytes:
-    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
 
 def append_line(path: Path, record: Json) -> None:
