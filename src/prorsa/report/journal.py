@@ -230,6 +230,12 @@ class Journal:
             return
         self.add(name, Waiting(lambda: line, len(line), called))
 
+    def lose(self, name: str, called: str) -> None:
+        """Count a record that is not written."""
+        with self.lock:
+            self.lost[name] += 1
+            self._names.append((name, called))
+
     def failed(self, path: Path, error: OSError) -> None:
         """Writing has failed: begin to try again."""
         with self.lock:
@@ -252,7 +258,7 @@ class Journal:
         with self.lock:
             for name, waiting in self._waiting.items():
                 for record in waiting:
-                    self._lose(name, record.name)
+                    self.lose(name, record.name)
                 waiting.clear()
             self._tell_losses()
             for file in self._files.values():
@@ -269,7 +275,7 @@ class Journal:
         except (ValueError, TypeError, RecursionError) as error:
             why = f"{type(error).__name__}: {error}"
             logger.error("%s: the record %s cannot be written and is left out: %s", file.path, record.name, why)
-            self._lose(name, record.name)
+            self.lose(name, record.name)
             self._tell_losses()
             instead = record.lost(why)
             if instead is not None:
@@ -281,17 +287,13 @@ class Journal:
     def _hold(self, name: str, record: Waiting) -> None:
         if self._held + record.size > self._memory:
             self._give_up("the memory for records that wait is used up")
-            self._lose(name, record.name)
+            self.lose(name, record.name)
             instead = record.lost("the disk could not take it")
             if instead is None:
                 return
             record = instead
         self._waiting.setdefault(name, deque()).append(record)
         self._held += record.size
-
-    def _lose(self, name: str, record: str) -> None:
-        self.lost[name] += 1
-        self._names.append((name, record))
 
     def _tell_losses(self) -> None:
         with suppress(OSError):  # it is told again with the next loss, and at the end

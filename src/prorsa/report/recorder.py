@@ -143,6 +143,7 @@ class RunRecorder:
     def transition(self, transition: Transition) -> None:
         event = moved(transition.event, self.offset) if self.offset else transition.event
         if event.trajectory in self._holes:
+            self._journal.lose(rundir.TRACE, _called(event))
             if isinstance(event, ENDS):
                 self._holes.discard(event.trajectory)
         else:
@@ -223,7 +224,7 @@ class RunRecorder:
         waiting = Waiting(
             partial(self._coder.line, event),
             EVENT_BYTES,
-            f"{type(event).__name__} of {event.trajectory}",
+            _called(event),
             self._coder.wrote,
             lambda why: self._close_hole(event),
         )
@@ -313,6 +314,10 @@ class RunRecorder:
             reward=sum(self._rewards) / len(self._rewards) if self._rewards else None,
             ended=ended,
         )
+
+
+def _called(event: Event) -> str:
+    return f"{type(event).__name__} of {event.trajectory}"
 
 
 def overwrite(path: Path, status: rundir.Status) -> None:
