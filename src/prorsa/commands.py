@@ -94,12 +94,19 @@ def recorder_of(config: Config, run_dir: Path, command: str, now: float | None =
 
 @asynccontextmanager
 async def stopping(recorder: RunRecorder, run_dir: Path) -> AsyncIterator[None]:
-    """The block is cancelled when the recorder gives up; then `RecordingFailed` is raised."""
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    """The block is cancelled when the recorder gives up. Leaving it waits until everything is written.
+
+    Raises `RecordingFailed`.
+    """
+    task, loop, recovered = asyncio.current_task(), asyncio.get_running_loop(), asyncio.Event()
     assert task is not None
-    recorder.on_give_up(lambda: loop.call_soon_threadsafe(task.cancel))
+    recorder.watch(lambda: loop.call_soon_threadsafe(task.cancel), lambda: loop.call_soon_threadsafe(recovered.set))
     try:
         yield
+        while recorder.failing and recorder.patient:
+            recovered.clear()
+            if recorder.failing:
+                await recovered.wait()
     except asyncio.CancelledError:
         if recorder.gave_up is None:
             raise

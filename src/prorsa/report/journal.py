@@ -79,6 +79,8 @@ class Waiting:
     """Called once, when the line is in the file."""
     lost: Callable[[str], Waiting | None] = lambda why: None
     """What is written in its place where it is lost."""
+    after: str | None = None
+    """The file whose records must be written before it."""
 
 
 class Lines:
@@ -182,6 +184,8 @@ class Journal:
         """Why, once writing has failed for too long, or the memory for what waits is used up."""
         self.on_give_up: Callable[[], object] = lambda: None
         """Called once, from any thread."""
+        self.on_recovery: Callable[[], object] = lambda: None
+        """Called whenever everything that waited is written, from any thread."""
         self._memory = memory
         self._give_up_after = give_up_after
         self._also = also
@@ -199,6 +203,14 @@ class Journal:
         self._retrying: Thread | None = None
 
     @property
+    def patient(self) -> bool:
+        return self._give_up_after is not None
+
+    @property
+    def failing(self) -> bool:
+        return self._fault is not None
+
+    @property
     def trouble(self) -> str | None:
         """What is wrong in one line, or None: a fault that lasts, or records that were lost before."""
         with self.lock:
@@ -212,7 +224,7 @@ class Journal:
 
     def add(self, name: str, record: Waiting) -> None:
         with self.lock:
-            if self._waiting.get(name):
+            if self._waiting.get(name) or self._waiting.get(record.after or ""):
                 self._hold(name, record)
                 return
             try:
@@ -221,14 +233,14 @@ class Journal:
                 self.failed(self.directory / name, error)
                 self._hold(name, record)
 
-    def add_record(self, name: str, record: dict[str, Any], called: str) -> None:
-        """A record that is a JSON object, and what it is called where it is lost."""
+    def add_record(self, name: str, record: dict[str, Any], called: str, after: str | None = None) -> None:
+        """A record that is a JSON object, and what it is called where it is lost; `after` as `Waiting` has it."""
         try:
             line = dump_line(record)
         except (ValueError, TypeError) as error:
             self.add(name, Waiting(partial(_no_line, error), 0, called))
             return
-        self.add(name, Waiting(lambda: line, len(line), called))
+        self.add(name, Waiting(lambda: line, len(line), called, after=after))
 
     def lose(self, name: str, called: str) -> None:
         """Count a record that is not written."""
@@ -324,12 +336,13 @@ class Journal:
             self._fault = self._retrying = None
             logger.warning("recording goes on%s", f"; {tally}" if (tally := self._tally()) else "")
             self._tell_losses()
+            self.on_recovery()
             return True
 
     def _catch_up(self) -> bool:
         """Whether everything that waited is written. A file that cannot be written keeps no other one waiting."""
         failure: str | None = None
-        for name in list(self._waiting):
+        for name in [*self._waiting, *self._waiting]:  # twice: a record may wait for one of another file
             try:
                 while self._write_next(name):
                     pass
@@ -347,7 +360,7 @@ class Journal:
         """The lock is let go between two records, so that new ones need not wait long."""
         with self.lock:
             waiting = self._waiting[name]
-            if not waiting:
+            if not waiting or self._waiting.get(waiting[0].after or ""):
                 return False
             self._write(name, waiting[0])
             self._held -= waiting.popleft().size

@@ -125,9 +125,19 @@ class RunRecorder:
         """Why the run should stop: what it does cannot be recorded."""
         return self._journal.gave_up
 
-    def on_give_up(self, call: Callable[[], object]) -> None:
-        """`call` is called once, from any thread, when `gave_up` is said."""
-        self._journal.on_give_up = call
+    @property
+    def patient(self) -> bool:
+        """Whether it is a matter of time until it either has written everything or gives up."""
+        return self._journal.patient
+
+    @property
+    def failing(self) -> bool:
+        """Whether records wait, or could not be written just now."""
+        return self._journal.failing
+
+    def watch(self, gave_up: Callable[[], object], recovered: Callable[[], object]) -> None:
+        """`gave_up` is called once, from any thread, when it is said; `recovered` whenever all that waited is written."""
+        self._journal.on_give_up, self._journal.on_recovery = gave_up, recovered
 
     def past_events(self) -> list[Event]:
         """What earlier processes of the run have recorded, on the clock of this one's event loop."""
@@ -189,7 +199,9 @@ class RunRecorder:
 
     def step(self, step: StepRecord) -> None:
         """The end of a training or rollout step; `rundir.record_step` does the same from another process."""
-        self._journal.add_record(rundir.STEPS, asdict(replace(step, time=step.time + self.offset)), f"step {step.step}")
+        line = asdict(replace(step, time=step.time + self.offset))
+        # A step that is recorded is done, so its trajectories come first.
+        self._journal.add_record(rundir.STEPS, line, f"step {step.step}", after=rundir.TRAJECTORIES)
         self._write_status(now=True)
 
     def trajectory(self, record: TrajectoryRecord) -> None:

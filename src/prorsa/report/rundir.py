@@ -250,9 +250,10 @@ def replace_file(path: Path, text: str) -> None:
     try:
         new.write_text(text, encoding="utf-8")
         os.replace(new, path)
-    except OSError:
+    except OSError as error:
         with suppress(OSError):
             new.unlink()
+        error.filename = error.filename or str(path)
         raise
 
 

@@ -124,7 +124,7 @@ class Controller:
         size, first = self._sampler.group_size, self.plan.first_launch
         match self.plan.injection:
             case None:
-                return size * (first - len(groups)) if groups else 0
+                return size * max(0, first - len(groups)) if groups else 0
             case ReplaceOnReward():
                 return max(0, first * size - missing)
             case GroupReplenishment():
@@ -176,11 +176,13 @@ class Controller:
         return not self._closed and self._failure is None
 
     def _begin_batch(self) -> None:
-        if self._groups and not self._begun:
-            self._launch_owed()  # what `resume` has found
-        elif not self._begun or (self.plan.injection is None and not self._groups):
-            self._owed += self.plan.first_launch * self._sampler.group_size
-            self._launch_owed()
+        size, first = self._sampler.group_size, self.plan.first_launch
+        if not self._groups:
+            self._owed += first * size if self.plan.injection is None or not self._begun else 0
+        elif self.plan.injection is None and self._begun:
+            # A resumed run may have some groups of this batch already.
+            self._owed += max(0, size * (first - len(self._groups)) - self._owed)
+        self._launch_owed()
         if not self._begun and isinstance(self.plan.injection, FixedRate):
             self._ticker = self._spawn(self._tick(self.plan.injection.rate), "injection")
         self._begun = True
