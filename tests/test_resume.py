@@ -155,7 +155,10 @@ def test_what_resume_refuses(tmp_path: Path) -> None:
         "rollout.groups=4: the run was begun with 8; leave it out, or start a new run",
     ]
     other = prorsa("train", "--resume", tmp_path / "run")
-    assert other.returncode != 0
+    assert other.returncode == 2
+    assert (
+        other.stderr == f"prorsa: {tmp_path / 'run'}: a run of `prorsa rollout`; `prorsa train` cannot go on with it\n"
+    )
     both = prorsa("rollout", CONFIG, "--resume", tmp_path / "run")
     assert (both.returncode, "leave the file out" in both.stderr) == (2, True)
     none = prorsa("rollout", "--resume", tmp_path)

@@ -19,6 +19,7 @@ from prorsa.report import charts
 from prorsa.report.headline import headline
 from prorsa.report.html import write_page, write_report
 from prorsa.report.journal import explain
+from prorsa.report.opening import refuse
 from prorsa.report.picture import write_picture
 from prorsa.report.progress import LiveProgress
 from prorsa.report.rundir import TRACE, read_run
@@ -62,6 +63,8 @@ def start(parsed: argparse.Namespace) -> int:
         print(dump_config(config), end="")
         return 0
     checkpoint(config)
+    if run_dir is not None:
+        refuse(run_dir, "rollout" if parsed.work is commands.rollout else "train")
     if run_dir is not None and commands.is_complete(config, run_dir):
         console.print(f"{run_dir}: complete, {config.rollout.steps} steps are recorded", soft_wrap=True, markup=False)
         return 0

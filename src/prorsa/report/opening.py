@@ -67,6 +67,12 @@ def locked(directory: Path) -> int:
     return lock
 
 
+def refuse(directory: Path, command: str) -> None:
+    """Before anything is begun: raises `CannotContinue` where another process writes the run or it is another command's."""
+    os.close(locked(directory))
+    _refuse_other(directory, command)
+
+
 def read_history(directory: Path, command: str) -> History:
     """Mend what a killed process has left half written, and read it. Raises `CannotContinue`."""
     for name in (rundir.TRACE, *LINES):
