@@ -30,7 +30,7 @@ from prorsa.engines.sglang import SGLangEngine
 from prorsa.profiles.profile import RESTART_S
 from prorsa.report.journal import RecordingFailed
 from prorsa.report.opening import CannotContinue
-from prorsa.report.recorder import RunRecorder
+from prorsa.report.recorder import RunRecorder, recorder_of
 from prorsa.report.rundir import CONFIG, LOGS, StepRecord, read_steps, read_trajectories
 from prorsa.rollout.controller import Controller, Plan
 from prorsa.rollout.resume import left as unfinished
@@ -57,7 +57,7 @@ async def rollout(config: Config, run_dir: Path) -> None:
     sampler = Sampler(questions, rollout.group_size, config.seed)
     plan = Plan(rollout.groups, injection, rollout.max_staleness)
     now = asyncio.get_running_loop().time
-    with recorder_of(config, run_dir, "rollout", now()) as recorder:
+    with recorder_of(config, run_dir, "rollout", now(), dump_config(config)) as recorder:
         history = recorder.history
         versions = {record.version for record in history.records}
         handed_over = [group for step in history.steps for group in step.groups]
@@ -77,19 +77,6 @@ async def rollout(config: Config, run_dir: Path) -> None:
                 groups = await controller.batch()
                 recorder.step(_step(step, start, now(), groups, rollout.split))
                 start = now()
-
-
-def recorder_of(config: Config, run_dir: Path, command: str, now: float | None = None) -> RunRecorder:
-    """As `RunRecorder`, with the bounds that the configuration gives it."""
-    recording = config.recording
-    return RunRecorder(
-        run_dir,
-        dump_config(config),
-        command=command,
-        now=now,
-        memory=recording.memory_mb << 20,
-        give_up_after=recording.give_up_after,
-    )
 
 
 @asynccontextmanager

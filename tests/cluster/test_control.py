@@ -231,3 +231,13 @@ async def test_stop_in_mid_run_leaves_nothing_behind() -> None:
     bench.check_nothing_left()
     results = await asyncio.gather(*turns, return_exceptions=True)
     assert {type(result) for result in results} == {TurnFailed}
+
+
+@in_virtual_time
+async def test_what_an_observer_cannot_keep_is_told() -> None:
+    bench = Bench("PD")
+    assert bench.control.trouble == []
+    bench.notes.trouble = None  # type: ignore[attr-defined]
+    assert bench.control.trouble == []
+    bench.notes.trouble = "/run/trace: No space left on device; free space there"  # type: ignore[attr-defined]
+    assert bench.control.trouble == ["/run/trace: No space left on device; free space there"]

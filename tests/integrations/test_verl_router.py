@@ -16,10 +16,11 @@ from prorsa.cluster.turns import TurnFailed, TurnRequest, TurnResult
 from prorsa.config import dump_config, parse_config
 from prorsa.engines.protocol import FinishReason
 from prorsa.integrations.verl import router as router_module
-from prorsa.integrations.verl.router import ControlRouter, ServedTurn, recorder_of
+from prorsa.integrations.verl.router import ControlRouter, ServedTurn
 from prorsa.integrations.verl.settings import Settings
 from prorsa.lifecycle import State, Tracker
 from prorsa.lifecycle import events as e
+from prorsa.report.recorder import recorder_of
 from prorsa.report.rundir import read_run
 
 MODEL = Path(__file__).parents[2] / "models" / "arithmetic"
@@ -161,11 +162,11 @@ def test_elastic_servers_are_refused(router: ControlRouter, change: Callable[[Co
 
 def test_a_job_that_starts_again_goes_on_with_the_records(router: ControlRouter, tmp_path: Path) -> None:
     config, before, after = router._config, Tracker(), Tracker()
-    first = recorder_of(config, str(tmp_path), now=5000.0)
+    first = recorder_of(config, tmp_path, "train", now=5000.0)
     for event in (e.Sampled(5000.0, "t", "g", "task"), e.Ready(5001.0, "t", 5)):
         first.transition(before.apply(event))
     first.close()
-    again = recorder_of(config, str(tmp_path), now=20.0)  # the machine was started anew: its clock is another
+    again = recorder_of(config, tmp_path, "train", now=20.0)  # the machine was started anew: its clock is another
     past = again.past_events()
     assert past == [
         e.Sampled(19.0, "t", "g", "task"),

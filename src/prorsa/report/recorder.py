@@ -22,6 +22,7 @@ from typing import Self
 
 from prorsa.cluster.instances import InstanceState
 from prorsa.cluster.observers import Decision, Flip, TurnRecord
+from prorsa.config import Config
 from prorsa.engines.protocol import Role
 from prorsa.lifecycle import ENDS, Done, Dropped, Event, Sampled, State, TraceCoder, Tracker, Transition
 from prorsa.lifecycle.trace import HEADER
@@ -326,6 +327,14 @@ class RunRecorder:
             reward=sum(self._rewards) / len(self._rewards) if self._rewards else None,
             ended=ended,
         )
+
+
+def recorder_of(
+    config: Config, directory: str | Path, command: str, now: float, text: str | None = None
+) -> RunRecorder:
+    """Of a run that stops when it cannot be recorded, with the bounds of its configuration; the rest as `RunRecorder`."""
+    memory, patience = config.recording.memory_mb << 20, config.recording.give_up_after
+    return RunRecorder(directory, text, command=command, now=now, memory=memory, give_up_after=patience)
 
 
 def _called(event: Event) -> str:

@@ -20,14 +20,13 @@ import ray
 from prorsa.assembly import build_injection, running_cluster
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.turns import TurnRequest, TurnResult
-from prorsa.config import Config
 from prorsa.engines.protocol import FinishReason, SamplingParams
 from prorsa.integrations.verl.loaded import mark
 from prorsa.integrations.verl.settings import NAME, Settings
 from prorsa.lifecycle.events import Done, Dropped, Event, RewardStarted, Sampled
 from prorsa.report.journal import RecordingFailed
 from prorsa.report.opening import History
-from prorsa.report.recorder import RunRecorder
+from prorsa.report.recorder import RunRecorder, recorder_of
 from prorsa.report.rundir import LOGS
 from prorsa.rollout.tokenizer import ChatTokenizer
 
@@ -64,7 +63,7 @@ class ControlRouter:
 
         Raises `EngineError`, `CannotContinue`.
         """
-        recorder = self._recorder = recorder_of(self._config, self._settings.run_dir, _now())
+        recorder = self._recorder = recorder_of(self._config, self._settings.run_dir, COMMAND, _now())
         past = recorder.past_events()
         recorder.history = History()  # everything that the run has recorded: it is needed no more
         self._control = await self._running.enter_async_context(
@@ -182,12 +181,6 @@ COMMAND = "train"
 """Whose run it is, whether `prorsa train` or verl's own command has begun it."""
 FOREIGN = "foreign"
 """The task of a trajectory that another agent loop runs."""
-
-
-def recorder_of(config: Config, run_dir: str, now: float) -> RunRecorder:
-    recording = config.recording
-    memory, patience = recording.memory_mb << 20, recording.give_up_after
-    return RunRecorder(run_dir, command=COMMAND, now=now, memory=memory, give_up_after=patience)
 
 
 ProrsaRouter = ray.remote(name=NAME, get_if_exists=True, num_cpus=0, max_concurrency=MOST_CALLS)(ControlRouter)
