@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -28,6 +29,7 @@ from prorsa.forecast.forecast import Forecaster
 from prorsa.forecast.forecaster import LifecycleForecaster
 from prorsa.forecast.injection import FixedRate, GroupReplenishment, Injection, ReplaceOnReward
 from prorsa.forecast.survival import SurvivalForecaster
+from prorsa.lifecycle import Event
 from prorsa.profiles import load_profile
 from prorsa.profiles.instance import ProfileCosts
 from prorsa.rollout.episode import Bounds, Environment
@@ -230,9 +232,14 @@ def build_control(
 
 @asynccontextmanager
 async def running_cluster(
-    config: Config, log_dir: Path, observers: Sequence[Observer], injection: Injection | None
+    config: Config,
+    log_dir: Path,
+    observers: Sequence[Observer],
+    injection: Injection | None,
+    past: Sequence[Event] = (),
 ) -> AsyncIterator[ControlPlane]:
-    """Engines in processes of their own and the control plane over them; leaving it ends them all."""
+    """Engines in processes of their own and the control plane over them; leaving it ends them all. `past` is what a run that
+    goes on has recorded, on the event loop's clock."""
     raise_open_files()
     launcher = build_launcher(config, log_dir)
     try:
@@ -242,6 +249,7 @@ async def running_cluster(
         alone = any(engine.roles < SPLIT_ROLES for engine in engines)
         relaunches = Relaunches(launcher, launch_s) if alone else None
         control = build_control(config, engines, launcher, observers, injection, relaunches)
+        control.learn(past)
         await control.start()
         try:
             yield control
@@ -300,14 +308,28 @@ def build_environment(config: Config, sandboxes: Sandboxes) -> Environment:
 
 
 def new_run_dir(config: Config) -> Path:
-    """A fresh directory `run_dir/name-DATE-TIME`, with a number behind where that exists."""
+    """A fresh directory `run_dir/name-DATE-TIME`, with a number behind where that exists. Raises `ConfigError`, or OSError
+    where the disk is full or the like."""
     base = Path(config.run_dir) / f"{config.name}-{datetime.now():%Y%m%d-%H%M%S}"
     path, number = base, 1
     while True:
         try:
             path.mkdir(parents=True)
         except FileExistsError:
-            number += 1
-            path = base.with_name(f"{base.name}-{number}")
+            if path.exists():
+                number += 1
+                path = base.with_name(f"{base.name}-{number}")
+            else:
+                raise _unusable(config, "a file is in the way") from None
+        except (PermissionError, NotADirectoryError) as error:
+            raise _unusable(config, error.strerror) from error
+        except OSError as error:
+            if error.errno == errno.EROFS:
+                raise _unusable(config, error.strerror) from error
+            raise
         else:
             return path
+
+
+def _unusable(config: Config, why: str | None) -> ConfigError:
+    return ConfigError(f"run_dir={config.run_dir!r}: no directory can be made there ({why}); give another")

@@ -28,10 +28,13 @@ from prorsa.config import Config, dump_config, load_config
 from prorsa.engines.protocol import Role
 from prorsa.engines.sglang import SGLangEngine
 from prorsa.profiles.profile import RESTART_S
+from prorsa.report.journal import RecordingFailed
 from prorsa.report.legible import plain_text
-from prorsa.report.recorder import RunRecorder
-from prorsa.report.rundir import CONFIG, LOGS, StepRecord, read_trajectories
+from prorsa.report.opening import CannotContinue
+from prorsa.report.recorder import RunRecorder, recorder_of
+from prorsa.report.rundir import CONFIG, LOGS, StepRecord, read_steps, read_trajectories
 from prorsa.rollout.controller import Controller, Plan
+from prorsa.rollout.resume import left as unfinished
 from prorsa.rollout.sampler import Group, Sampler
 from prorsa.rollout.verify import differences, recorded_turns
 from prorsa.simulation.measure import Facts, Limits, Measured, kv_bytes_of, measure, write_profile
@@ -45,20 +48,73 @@ class CommandFailed(Exception):
 
 
 async def rollout(config: Config, run_dir: Path) -> None:
-    """`rollout.steps` batches of complete groups, recorded in `run_dir`."""
+    """`rollout.steps` batches of complete groups, recorded in `run_dir`; where that holds a part of them already, the rest.
+
+    Raises `CannotContinue`, `RecordingFailed`, and what the engines and the rollout raise.
+    """
     rollout, injection = config.rollout, build_injection(config.rollout)
     count = config.task.train_questions if rollout.split == "train" else config.task.test_questions
     questions = build_task(config).questions(rollout.split, count, config.seed)
     sampler = Sampler(questions, rollout.group_size, config.seed)
     plan = Plan(rollout.groups, injection, rollout.max_staleness)
-    with RunRecorder(run_dir, dump_config(config)) as recorder:
+    now = asyncio.get_running_loop().time
+    with recorder_of(config, run_dir, "rollout", now(), dump_config(config)) as recorder:
+        history = recorder.history
+        versions = {record.version for record in history.records}
+        handed_over = [group for step in history.steps for group in step.groups]
+        left = unfinished(history.all_events, history.records, handed_over, rollout.group_size)
+        history.records.clear()  # what is needed of them is in `left`
         async with (
+            stopping(recorder, run_dir),
             build_sandboxes(config) as sandboxes,
-            running_cluster(config, run_dir / LOGS, [recorder], injection) as control,
-            Controller(control, build_environment(config, sandboxes), sampler, plan) as controller,
+            running_cluster(config, run_dir / LOGS, [recorder], injection, recorder.past_events()) as control,
+            Controller(control, build_environment(config, sandboxes), sampler, plan, recorder.trajectory) as controller,
         ):
-            for step in range(1, rollout.steps + 1):
-                await _step(step, controller, recorder, rollout.split)
+            _refuse_other_weights(run_dir, versions, control.version)
+            controller.resume(left)
+            done = max((step.step for step in history.steps), default=0)
+            start = recorder.step_began(now())
+            for step in range(done + 1, rollout.steps + 1):
+                groups = await controller.batch()
+                recorder.step(_step(step, start, now(), groups, rollout.split))
+                start = now()
+
+
+@asynccontextmanager
+async def stopping(recorder: RunRecorder, run_dir: Path) -> AsyncIterator[None]:
+    """The block is cancelled when the recorder gives up. Leaving it waits until everything is written.
+
+    Raises `RecordingFailed`.
+    """
+    task, loop, recovered = asyncio.current_task(), asyncio.get_running_loop(), asyncio.Event()
+    assert task is not None
+    recorder.watch(lambda: loop.call_soon_threadsafe(task.cancel), lambda: loop.call_soon_threadsafe(recovered.set))
+    try:
+        yield
+        while recorder.failing and recorder.patient:
+            recovered.clear()
+            if recorder.failing:
+                await recovered.wait()
+    except asyncio.CancelledError:
+        if recorder.gave_up is None:
+            raise
+        task.uncancel()
+        raise RecordingFailed(
+            f"{recorder.gave_up}; the run was stopped, go on with `prorsa rollout --resume {run_dir}`"
+        ) from None
+
+
+def _refuse_other_weights(run_dir: Path, recorded: set[int], version: int) -> None:
+    """Raises `CannotContinue`."""
+    if others := recorded - {version}:
+        raise CannotContinue(
+            f"{run_dir}: its trajectories are of weights {sorted(others)}, the engines have {version}; start a new run"
+        )
+
+
+def is_complete(config: Config, run_dir: Path) -> bool:
+    """Whether all steps of a rollout are recorded."""
+    return max((step.step for step in read_steps(run_dir)), default=0) >= config.rollout.steps
 
 
 async def train(config: Config, run_dir: Path) -> None:
@@ -73,22 +129,15 @@ async def train(config: Config, run_dir: Path) -> None:
         raise CommandFailed(str(error)) from error
 
 
-async def _step(step: int, controller: Controller, recorder: RunRecorder, split: str) -> None:
-    now = asyncio.get_running_loop().time
-    start = now()
-    groups = await controller.batch()
-    records = [record for group in groups for record in group.records]
-    for record in records:
-        recorder.trajectory(record)
-    recorder.step(
-        StepRecord(
-            step=step,
-            time=now(),
-            seconds=now() - start,
-            reward=mean_reward(groups),
-            trajectories=len(records),
-            split=split,
-        )
+def _step(step: int, start: float, end: float, groups: list[Group], split: str) -> StepRecord:
+    return StepRecord(
+        step=step,
+        time=end,
+        seconds=end - start,
+        reward=mean_reward(groups),
+        trajectories=sum(len(group.records) for group in groups),
+        split=split,
+        groups=[group.id for group in groups],
     )
 
 

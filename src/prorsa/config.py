@@ -256,8 +256,21 @@ class Train(Section):
     """Groups in one optimiser step."""
     test_every: int = Field(default=0, ge=0)
     """Evaluate the held-out questions every so many steps; 0 only before and after."""
+    save_every: int = Field(default=0, ge=0)
+    """Write a checkpoint of the training to the run directory every so many steps and at the end, from which
+    `prorsa train --resume RUN` goes on; 0 writes none."""
     overrides: list[str] = []
     """Hydra overrides passed to verl as they are, after ours."""
+
+
+class Recording(Section):
+    """What happens while the run directory cannot be written, as on a full disk."""
+
+    memory_mb: Positive = 256
+    """Records that cannot be written wait in so much memory, MiB, and are written when they can be."""
+    give_up_after: Seconds | None = 300.0
+    """A rollout or a training run stops when nothing could be written for so many seconds, or the memory is used up; it can
+    be resumed. null: it goes on, and counts what is lost. `prorsa serve` always goes on."""
 
 
 class Gateway(Section):
@@ -317,6 +330,7 @@ class Config(Section):
     sandbox: Sandbox = Sandbox()
     rollout: Rollout = Rollout()
     train: Train = Train()
+    recording: Recording = Recording()
     gateway: Gateway = Gateway()
 
     @model_validator(mode="after")

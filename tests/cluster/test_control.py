@@ -180,7 +180,7 @@ async def test_no_decision_is_made_while_generation_is_paused() -> None:
 
 
 @in_virtual_time
-async def test_a_failing_observer_costs_its_observations_and_surfaces() -> None:
+async def test_a_failing_observer_misses_that_observation_alone_and_surfaces() -> None:
     bench = Bench("PD")
 
     def fail(transition: Transition) -> None:
@@ -193,7 +193,7 @@ async def test_a_failing_observer_costs_its_observations_and_surfaces() -> None:
     with pytest.raises(ExceptionGroup) as failure:
         await bench.control.stop()
     assert [str(error) for error in failure.value.exceptions] == ["disk full"]
-    assert bench.notes.turns == []
+    assert len(bench.notes.turns) == 5, "they were not what failed"
     bench.check_nothing_left()
 
 
@@ -231,3 +231,13 @@ async def test_stop_in_mid_run_leaves_nothing_behind() -> None:
     bench.check_nothing_left()
     results = await asyncio.gather(*turns, return_exceptions=True)
     assert {type(result) for result in results} == {TurnFailed}
+
+
+@in_virtual_time
+async def test_what_an_observer_cannot_keep_is_told() -> None:
+    bench = Bench("PD")
+    assert bench.control.trouble == []
+    bench.notes.trouble = None  # type: ignore[attr-defined]
+    assert bench.control.trouble == []
+    bench.notes.trouble = "/run/trace: No space left on device; free space there"  # type: ignore[attr-defined]
+    assert bench.control.trouble == ["/run/trace: No space left on device; free space there"]

@@ -16,6 +16,9 @@ from prorsa.integrations.verl.launch import HELD_OUT, REWARD, NewLines, complete
 from prorsa.integrations.verl.overrides import agents_file, held_out_file, metrics_file, router_file, train_file
 from prorsa.integrations.verl.router import ControlRouter, ProrsaRouter
 from prorsa.integrations.verl.settings import Settings
+from prorsa.report.opening import CannotContinue
+from prorsa.report.recorder import RunRecorder
+from prorsa.report.rundir import read_steps as read_steps_of_run
 from prorsa.rollout.tasks.arithmetic import ArithmeticTask
 
 
@@ -74,6 +77,38 @@ def test_paths_hold_in_every_process(config: Config, monkeypatch: pytest.MonkeyP
 def test_the_forecast_expects_new_trajectories_only_where_they_come(config: Config, mode: str, rollout: str) -> None:
     trained = config.model_copy(update={"train": config.train.model_copy(update={"mode": mode})})
     assert complete(trained).rollout.mode == rollout
+
+
+def test_a_job_that_starts_again_finds_its_run_directory(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    first = f"load({loaded.expected('sync')})\n" + LOGGED % (1, 0.25) + LOGGED % (2, 0.5) + "raise SystemExit(1)"
+    with pytest.raises(launch.TrainingFailed):
+        train_with(config, run_dir, monkeypatch, first)
+    with pytest.raises(loaded.NotLoaded):
+        train_with(config, run_dir, monkeypatch, LOGGED % (2, 0.75))  # the marks of the first job are not its own
+    again = f"load({loaded.expected('sync')})\n" + LOGGED % (2, 0.75)
+    assert train_with(config, run_dir, monkeypatch, again).rewards == [0.75]
+    assert [(step.step, step.reward) for step in read_steps_of_run(run_dir)] == [(1, 0.25), (2, 0.75)]
+    logs = sorted(path.name for path in run_dir.glob("verl*.jsonl"))
+    assert logs == ["verl-1.jsonl", "verl-2.jsonl", "verl.jsonl"]
+    assert len((run_dir / "verl-1.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_run_directory_that_a_job_writes_is_refused(config: Config, tmp_path: Path) -> None:
+    with (
+        RunRecorder(tmp_path / "run"),
+        pytest.raises(CannotContinue, match="a process writes this run"),
+        laid_out(complete(config), tmp_path / "run"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("mean", [None, float("nan"), float("inf")])
+def test_a_mean_reward_that_is_no_number_ends_the_training(config: Config, mean: float | None) -> None:
+    with pytest.raises(launch.TrainingFailed, match=rf"step 3: verl's critic/score/mean is {mean}; a mean reward is"):
+        read_steps({"step": 3, "data": {REWARD: mean, "timing_s/step": 4.0}}, config, time=9.0)
 
 
 def test_mini_batches_must_fill_the_batch(config: Config) -> None:

@@ -108,3 +108,10 @@ def test_any_path_reaches_verl_as_it_is(name: str) -> None:
 def test_temporary_files_of_the_trainer_go_with_the_run() -> None:
     for name in ("TMPDIR", "HF_DATASETS_CACHE"):
         assert environment(SETTINGS, 2)[name].startswith(SETTINGS.work_dir)
+
+
+def test_checkpoints_are_written_where_the_run_is_and_training_goes_on_from_the_newest() -> None:
+    saving, without = composed(train={"save_every": 3}).trainer, composed().trainer
+    assert (saving.save_freq, saving.resume_mode, saving.default_local_dir) == (3, "auto", "/runs/one/checkpoints")
+    assert (without.save_freq, without.resume_mode) == (-1, "disable")
+    assert without.default_local_dir == "/tmp/prorsa-one/checkpoints"

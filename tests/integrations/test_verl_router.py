@@ -20,6 +20,8 @@ from prorsa.integrations.verl.router import ControlRouter, ServedTurn
 from prorsa.integrations.verl.settings import Settings
 from prorsa.lifecycle import State, Tracker
 from prorsa.lifecycle import events as e
+from prorsa.report.recorder import recorder_of
+from prorsa.report.rundir import read_run
 
 MODEL = Path(__file__).parents[2] / "models" / "arithmetic"
 CONTEXT = 96
@@ -165,6 +167,29 @@ def test_verl_is_given_this_actor_as_its_server(router: ControlRouter, monkeypat
 def test_elastic_servers_are_refused(router: ControlRouter, change: Callable[[ControlRouter], Awaitable[None]]) -> None:
     with pytest.raises(NotImplementedError, match=r"verl adds or removes the servers \['x'\]"):
         change(router)
+
+
+def test_a_job_that_starts_again_goes_on_with_the_records(router: ControlRouter, tmp_path: Path) -> None:
+    config, before, after = router._config, Tracker(), Tracker()
+    first = recorder_of(config, tmp_path, "train", now=5000.0)
+    for event in (e.Sampled(5000.0, "t", "g", "task"), e.Ready(5001.0, "t", 5)):
+        first.transition(before.apply(event))
+    first.close()
+    again = recorder_of(config, tmp_path, "train", now=20.0)  # the machine was started anew: its clock is another
+    past = again.past_events()
+    assert past == [
+        e.Sampled(19.0, "t", "g", "task"),
+        e.Ready(20.0, "t", 5),
+        e.Dropped(20.0, "t", "the run was cut off"),
+    ]
+    for event in [*past, e.Sampled(21.0, "u", "g", "task")]:
+        transition = after.apply(event)
+    again.transition(transition)
+    again.close()
+    assert read_run(tmp_path).events[-2:] == [
+        e.Dropped(5001.0, "t", "the run was cut off"),
+        e.Sampled(5002.0, "u", "g", "task"),
+    ]
 
 
 def test_use_before_the_start_is_a_clear_error(router: ControlRouter) -> None:

@@ -140,3 +140,13 @@ def adapter(settings: Settings) -> ProrsaAdapter:
     made: Any = ProrsaAdapter.__new__(ProrsaAdapter)
     made.settings, made.is_leader_rank = settings, True
     return made
+
+
+def test_what_a_killed_job_has_left_of_a_version_is_replaced(settings: Settings, router: FakeRouter) -> None:
+    for name in ("version-3", "version-3.partial", "version-2"):
+        (settings.weights_dir / name).mkdir(parents=True)
+        (settings.weights_dir / name / "model.safetensors").write_text("half")
+    asyncio.run(weights.publish(tensors(1.0).items(), 3, settings, leader=True))
+    assert [version for version, _, _ in router.updates] == [3]
+    assert [path.name for path in settings.weights_dir.iterdir()] == ["version-3"]
+    assert set(load_file(settings.weights_dir / "version-3" / "model.safetensors")) == {"a.weight", "b.weight"}

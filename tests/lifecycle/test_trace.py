@@ -204,7 +204,7 @@ def test_names_that_are_forgotten_are_written_again(tmp_path: Path, monkeypatch:
     with TraceWriter(path) as writer:
         for event in events:
             writer.write(event)
-        assert len(writer._codes._latest) + len(writer._codes._before) <= 20
+        assert len(writer._coder._codes._latest) + len(writer._coder._codes._before) <= 20
     assert list(read_trace(path)) == events
     written = path.read_text()
     assert written.count('"old"') == 2

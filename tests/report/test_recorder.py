@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace as replace_
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,23 @@ from prorsa.cluster.instances import InstanceState
 from prorsa.cluster.observers import Decision, Flip, TurnRecord, replay
 from prorsa.engines.protocol import FinishReason, Role
 from prorsa.forecast import Forecast
-from prorsa.lifecycle import DecodeStarted, Done, Event, PrefillStarted, Ready, RewardStarted, Sampled, State, Tracker
-from prorsa.report.recorder import RunRecorder
+from prorsa.lifecycle import (
+    DecodeStarted,
+    Done,
+    Dropped,
+    Event,
+    PrefillStarted,
+    Ready,
+    RewardStarted,
+    Sampled,
+    State,
+    Tracker,
+)
+from prorsa.report.opening import CannotContinue
+from prorsa.report.recorder import RunRecorder, overwrite
 from prorsa.report.rundir import InstanceChange, StepRecord, read_run, read_status, record_step
 from prorsa.rollout.records import TrajectoryRecord
+from prorsa.rollout.resume import CUT_OFF
 
 EVENTS: list[Event] = [
     Sampled(1.0, "t", "g", "x", 0, 5),
@@ -97,7 +111,7 @@ def test_the_status_at_the_end(tmp_path: Path) -> None:
 
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
     record_all(tmp_path / "run")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match="it holds a run already"):
         RunRecorder(tmp_path / "run", "name: second\n")
     assert read_run(tmp_path / "run").config == {"name": "small"}
 
@@ -152,3 +166,66 @@ def test_a_killed_run_is_readable_up_to_its_last_record(tmp_path: Path) -> None:
     status = read_status(tmp_path / "run")
     assert status is not None
     assert not status.ended
+
+
+def test_where_no_second_status_can_be_written_the_first_is_overwritten(tmp_path: Path) -> None:
+    record_all(tmp_path / "run")
+    before = read_status(tmp_path / "run")
+    assert before is not None
+    (tmp_path / "run" / "status.json.new").mkdir()
+    overwrite(tmp_path / "run" / "status.json", replace_(before, recording="the disk is full"))
+    status = read_status(tmp_path / "run")
+    assert status is not None
+    assert (status.recording, status.totals) == ("the disk is full", before.totals)
+
+
+def test_a_run_that_goes_on_is_one_run(tmp_path: Path) -> None:
+    tracker = Tracker()
+    first = RunRecorder(tmp_path / "run", "name: small\n", command="rollout")
+    for event in [*EVENTS, Sampled(3.5, "u", "g", "x"), Sampled(3.5, "v", "g", "x"), Ready(4.0, "v", 5)]:
+        first.transition(tracker.apply(event))
+    first.turn(TURN)
+    first.trajectory(RECORDS[0])
+    with pytest.raises(CannotContinue, match="a process writes this run"):
+        RunRecorder(tmp_path / "run", command="rollout", now=0.0)
+    first.close()
+    with open(tmp_path / "run" / "trace", "ab") as trace, open(tmp_path / "run" / "turns.jsonl", "ab") as turns:
+        trace.write(b'["R",4.5,')  # what a killed process leaves
+        turns.write(b'{"trajectory":"v","tu')
+    with pytest.raises(CannotContinue, match="a run of `prorsa rollout`; `prorsa train` cannot go on with it"):
+        RunRecorder(tmp_path / "run", command="train", now=0.0)
+    with RunRecorder(tmp_path / "run", command="rollout", now=100.0) as second:
+        assert second.offset == -96.0
+        assert second.past_events()[-1] == Dropped(100.0, "v", CUT_OFF)
+        tracker = Tracker()
+        for event in [*second.past_events(), Sampled(101.0, "v.1", "g", "x")]:
+            transition = tracker.apply(event)
+        second.transition(transition)
+        second.turn(replace_(TURN, trajectory="v.1", ready=102.0, arrivals=(103.0,), versions=(0,)))
+        second.decision(replace_(DECISION, time=101.0))
+        second.instance(101.0, "p", Role.PREFILL, InstanceState.ROUTED)
+        second.flip(replace_(FLIP, time=102.0))
+        second.step(StepRecord(1, 103.0, 2.0, 1.0, 8))
+    run = read_run(tmp_path / "run")
+    assert run.problems == []
+    cut_off = [Dropped(4.0, "u", CUT_OFF), Dropped(4.0, "v", CUT_OFF)]
+    assert run.events[-3:] == [*cut_off, Sampled(5.0, "v.1", "g", "x")]
+    assert (run.turns[1].ready, list(run.turns[1].arrivals)) == (6.0, [7.0])
+    assert (run.decided[0].after_events, run.decided[0].decision.time) == (12, 5.0)
+    assert (run.instances[0].time, run.flips[0].time, run.steps[0].time) == (5.0, 6.0, 7.0)
+    status = read_status(tmp_path / "run")
+    assert status is not None
+    assert (status.totals["done"], status.totals["dropped"], status.totals["turns"]) == (1, 2, 2)
+    assert status.states["SAMPLED"] == 1
+
+
+def test_a_trajectory_whose_record_is_there_has_ended(tmp_path: Path) -> None:
+    """It was killed between the record and the event."""
+    tracker = Tracker()
+    first = RunRecorder(tmp_path / "run", command="rollout")
+    for event in EVENTS[:-1]:
+        first.transition(tracker.apply(event))
+    first.trajectory(RECORDS[0])
+    first.close()
+    RunRecorder(tmp_path / "run", command="rollout", now=9.0).close()
+    assert read_run(tmp_path / "run").events[-1] == Done(3.0, "t", 1.0, True)

@@ -1,6 +1,7 @@
 """The commands. Each checks its arguments, does its work in a room of its own, and turns errors into one message.
 
-Exit status: 0 done, 1 the run failed, 2 the arguments or the configuration cannot be used, 130 interrupted.
+Exit status: 0 done, 1 the run failed or could not be recorded, 2 the arguments or the configuration cannot be used,
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -12,16 +13,26 @@ from collections.abc import Sequence
 
 from prorsa import commands
 from prorsa.cli import analysis, doctor, engines, runs, simulation
-from prorsa.cli.common import Parser, fail
+from prorsa.cli.common import Parser, fail, messages
 from prorsa.cluster.turns import TurnFailed
 from prorsa.config import ConfigError
 from prorsa.engines.protocol import EngineError
 from prorsa.report.characterise import BadEvents
+from prorsa.report.journal import PASSING, RecordingFailed, explain
+from prorsa.report.opening import CannotContinue
 from prorsa.rollout.controller import RolloutFailed
 from prorsa.rollout.sandboxes.base import SandboxError
 from prorsa.simulation.experiments.grid import ExperimentFailed
 
-FAILURES = (EngineError, RolloutFailed, SandboxError, TurnFailed, commands.CommandFailed, ExperimentFailed)
+FAILURES = (
+    EngineError,
+    RecordingFailed,
+    RolloutFailed,
+    SandboxError,
+    TurnFailed,
+    commands.CommandFailed,
+    ExperimentFailed,
+)
 """The work itself failed."""
 
 
@@ -33,10 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parse(arguments)
     try:
         status: int = parsed.command(parsed)
-    except (ConfigError, BadEvents, OSError) as error:
+    except (ConfigError, BadEvents, CannotContinue) as error:
         return fail(error, 2)
+    except OSError as error:
+        return fail(explain(error), 1 if error.errno in PASSING else 2)
     except FAILURES as error:
         return fail(error, 1)
+    except ExceptionGroup as group:
+        return fail(messages(group), 1)
     except KeyboardInterrupt:
         return 130
     return status

@@ -27,9 +27,15 @@ console = PlainConsole()
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
-def fail(error: Exception, status: int) -> int:
+def fail(error: object, status: int) -> int:
     print(f"prorsa: {legible(str(error), lines=True)}", file=sys.stderr)
     return status
+
+
+def messages(group: ExceptionGroup[Exception]) -> str:
+    """What failed, a line each, and what ended the run if that was something else."""
+    ended = [group.__context__] if isinstance(group.__context__, Exception) else []
+    return "\n".join(f"{type(error).__name__}: {error}" for error in [*ended, *group.exceptions])
 
 
 class Parser(argparse.ArgumentParser):

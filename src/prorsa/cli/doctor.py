@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from prorsa.cli.common import Subparsers, console
+from prorsa.cli.common import Subparsers, say
 from prorsa.rollout.sandboxes.pool import CONSEQUENCES, SandboxPool
 
 ESSENTIAL = {"files", "calls", "capabilities"}
@@ -46,7 +46,7 @@ def add(subparsers: Subparsers) -> None:
 def doctor(parsed: argparse.Namespace) -> int:
     logging.getLogger("prorsa").addHandler(logging.NullHandler())  # what is missing is said below
     enforced, outcomes = asyncio.run(_tried())
-    console.print(f"kernel {platform.release()}, {platform.machine()}, uid {os.geteuid()}", highlight=False)
+    say(f"kernel {platform.release()}, {platform.machine()}, uid {os.geteuid()}")
     for part, consequence in CONSEQUENCES.items():
         _line(part in enforced, part, "enforced" if part in enforced else f"missing: tool calls can {consequence}")
     if os.geteuid() == 0:
@@ -90,4 +90,4 @@ def _limits(run_dir: Path) -> None:
 
 
 def _line(good: bool, name: str, words: str) -> None:
-    console.print(f"{'ok' if good else '!!':>4}  {name:<26} {words}", highlight=False, soft_wrap=True, markup=False)
+    say(f"{'ok' if good else '!!':>4}  {name:<26} {words}")

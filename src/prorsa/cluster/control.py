@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from prorsa.allocation import Policy, PrefillSpeed
 from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.manager import GlobalManager, HealthLimits
-from prorsa.cluster.observers import Decision, Flip, Observer, TurnRecord
+from prorsa.cluster.observers import Decision, Flip, Keeper, Observer, TurnRecord
 from prorsa.cluster.router import Limits, Router
 from prorsa.cluster.switcher import Relaunches, Restarter, RoleSwitcher, SwitchLimits, Weights
 from prorsa.cluster.turns import Listener, TurnRequest, TurnResult
@@ -141,6 +141,19 @@ class ControlPlane:
     def version(self) -> int:
         """The weights version that turns are generated with."""
         return self._weights.version
+
+    @property
+    def trouble(self) -> list[str]:
+        """What the observers that keep something cannot keep, a line each."""
+        kept = (observer.trouble for observer in self._observers if isinstance(observer, Keeper))
+        return [trouble for trouble in kept if trouble is not None]
+
+    def learn(self, past: Iterable[Event]) -> None:
+        """Before `start`: what the run, which goes on, has seen before. It learns from it and tells no observer. All its
+        trajectories have ended. Raises `IllegalTransition`."""
+        for event in past:
+            self._learn(self.tracker.apply(event))
+        self._forecaster.caches_lost()
 
     async def start(self) -> None:
         """Ask every engine for its role, capacity and weights, and start to manage them. Raises `EngineError`."""
@@ -336,13 +349,14 @@ class ControlPlane:
         self._tell(lambda observer: observer.instance(now, instance.name, instance.role, instance.state))
 
     def _tell(self, call: Callable[[Observer], None]) -> None:
-        """An observer that fails costs its own observations, not the run."""
+        """An observer that fails costs that observation, neither its others nor the run."""
         for observer in self._observers:
             try:
                 call(observer)
             except Exception as error:
-                self._observers = tuple(other for other in self._observers if other is not observer)
-                self._failed(f"observer {type(observer).__name__}", error)
+                what = f"observer {type(observer).__name__}"
+                if what not in self._errors:  # it may fail with every event
+                    self._failed(what, error)
 
     def _failed(self, what: str, error: Exception) -> None:
         logger.error("%s failed; the run goes on", what, exc_info=error)

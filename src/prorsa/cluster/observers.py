@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from prorsa.allocation import Allocation, Demand, Moment, Policy, Situation
 from prorsa.cluster.instances import InstanceState
@@ -103,7 +103,8 @@ class TurnRecord:
 class Observer(Protocol):
     """Called synchronously, in order; it must be quick and must not call back into the cluster.
 
-    An observer that raises is called no more; the control plane reports its error and raises it when it stops.
+    An observer that raises has missed that call and gets the next one; the control plane reports its first error, and raises
+    it when it stops.
     """
 
     def transition(self, transition: Transition) -> None: ...
@@ -111,3 +112,13 @@ class Observer(Protocol):
     def flip(self, flip: Flip) -> None: ...
     def turn(self, turn: TurnRecord) -> None: ...
     def instance(self, time: float, name: str, role: Role, state: InstanceState) -> None: ...
+
+
+@runtime_checkable
+class Keeper(Protocol):
+    """An observer that keeps what it observes where there may be no room for it."""
+
+    @property
+    def trouble(self) -> str | None:
+        """What it cannot keep and why, in one line; None where all is well."""
+        ...

@@ -88,7 +88,8 @@ async def serving(config: Config, run_dir: Path) -> AsyncIterator[Served]:
         await _refuse_unless_loopback(limits.host, limits.port)
     tokenizer, model = build_tokenizer(config), model_name(config)
     metrics, live = Metrics(), LiveView(config.name)
-    with RunRecorder(run_dir, dump_config(config)) as recorder:
+    memory = config.recording.memory_mb << 20
+    with RunRecorder(run_dir, dump_config(config), command="serve", memory=memory) as recorder:
         async with tracing(limits.traces) as traces:
             observers: list[Observer] = [recorder, metrics, live, *([] if traces is None else [traces])]
             async with running_cluster(config, run_dir / LOGS, observers, ObservedRate()) as control:

@@ -325,7 +325,7 @@ class Gateway:
         return web.json_response(told if isinstance(body, list) else told[0])
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
+        return web.json_response({"status": "ok", "recording": self._control.trouble or "ok"})
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         text = self._metrics.render(self._control.status(), self.trajectories.continued, self.connections)

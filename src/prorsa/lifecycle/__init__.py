@@ -18,7 +18,7 @@ from prorsa.lifecycle.events import (
 )
 from prorsa.lifecycle.snapshot import NONE, Names, Snapshot, Transition
 from prorsa.lifecycle.states import LIVE, TRANSITIONS, State
-from prorsa.lifecycle.trace import TraceError, TraceWriter, read_trace
+from prorsa.lifecycle.trace import TraceCoder, TraceError, TraceWriter, read_trace
 from prorsa.lifecycle.tracker import IllegalTransition, Tracker
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "Snapshot",
     "State",
     "ToolStarted",
+    "TraceCoder",
     "TraceError",
     "TraceWriter",
     "Tracker",

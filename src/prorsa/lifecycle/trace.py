@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +27,7 @@ from prorsa.lifecycle.codes import NameCodes
 
 MARK = "prorsa-trace"
 VERSION = 1
+HEADER = f"{MARK} {VERSION}\n".encode()
 LARGEST = 1 << 53
 """Of a count: a float has every whole number up to it."""
 
@@ -64,24 +65,59 @@ class TraceError(Exception):
         self.line = line
 
 
+class TraceCoder:
+    """Turns events into lines. A name has its code once `wrote` was told of the line in which it occurs for the first time,
+    so a line that could not be written takes the meaning of no other one with it.
+    """
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        """`names` are those that the file has already, by their codes."""
+        self._codes = NameCodes(names)
+        self._new: list[str] = []
+
+    def line(self, event: e.Event) -> bytes:
+        """ValueError on a NaN."""
+        kind, new = type(event), dict[str, int]()
+        record: list[Any] = [_LETTERS[kind]]
+        for name, type_ in _FIELDS[kind]:
+            value = getattr(event, name)
+            record.append(self._coded(value, new) if issubclass(type_, str) else value)
+        if isinstance(event, e.Ready) and event.kept == e.UNKNOWN:
+            record.pop()
+        line = json.dumps(record, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        self._new = list(new)
+        return line
+
+    def wrote(self) -> None:
+        """The last line is in the file."""
+        for name in self._new:
+            self._codes.add(name)
+        self._new = []
+
+    def _coded(self, name: str, new: dict[str, int]) -> str | int:
+        code = new.get(name)
+        if code is None:
+            code = self._codes.get(name)
+        if code is not None:
+            return code
+        new[name] = self._codes.next + len(new)
+        return name
+
+
 class TraceWriter:
     """Writes a new trace; an existing file is never overwritten (FileExistsError)."""
 
     def __init__(self, path: str | Path) -> None:
-        self._file = open(path, "x", encoding="utf-8", buffering=1)  # noqa: SIM115 - line-buffered, closed by close()
-        self._codes = NameCodes()
-        self._file.write(f"{MARK} {VERSION}\n")
+        self._file = open(path, "xb")  # noqa: SIM115 - closed by close()
+        self._coder = TraceCoder()
+        self._file.write(HEADER)
+        self._file.flush()
 
     def write(self, event: e.Event) -> None:
         """Append the event and hand it to the operating system, where it outlives this process. ValueError on a NaN."""
-        kind = type(event)
-        record: list[Any] = [_LETTERS[kind]]
-        for name, type_ in _FIELDS[kind]:
-            value = getattr(event, name)
-            record.append(self._coded(value) if issubclass(type_, str) else value)
-        if isinstance(event, e.Ready) and event.kept == e.UNKNOWN:
-            record.pop()
-        self._file.write(json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n")
+        self._file.write(self._coder.line(event))
+        self._file.flush()
+        self._coder.wrote()
 
     def close(self) -> None:
         self._file.close()
@@ -94,16 +130,9 @@ class TraceWriter:
     ) -> None:
         self.close()
 
-    def _coded(self, name: str) -> str | int:
-        code = self._codes.get(name)
-        if code is not None:
-            return code
-        self._codes.add(name)
-        return name
 
-
-def read_trace(path: str | Path) -> Iterator[e.Event]:
-    """The events in the order in which they were written.
+def read_trace(path: str | Path, names: list[str] | None = None) -> Iterator[e.Event]:
+    """The events in the order in which they were written. `names` is filled with the names by their codes.
 
     Raises `TraceError` for a foreign file, another version, a damaged line and a cut-off end, in the last two cases after
     everything before the damage was yielded.
@@ -111,7 +140,7 @@ def read_trace(path: str | Path) -> Iterator[e.Event]:
     path = Path(path)
     with open(path, "rb") as file:
         _check_header(path, file)
-        names: list[str] = []
+        names = [] if names is None else names
         for number, line in enumerate(file, start=2):
             if not line.endswith(b"\n"):
                 raise TraceError(path, number, "the file ends within this line", "the events before it are whole")

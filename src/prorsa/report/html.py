@@ -13,7 +13,7 @@ from prorsa.report.headline import headline
 from prorsa.report.legible import escape
 from prorsa.report.measures import Errors, Totals, forecast_errors, totals
 from prorsa.report.page import page, section, table, tiles
-from prorsa.report.rundir import Run, read_run
+from prorsa.report.rundir import Run, read_run, replace_file
 from prorsa.report.svg import number
 
 REPORT = "report.html"
@@ -27,7 +27,8 @@ def write_report(run_dir: str | Path) -> Path:
 def write_page(drawn: Drawn) -> Path:
     """Write the report of a run that was read already."""
     path = drawn.run.directory / REPORT
-    path.write_text(render(drawn), encoding="utf-8")
+    # A name may hold half a character.
+    replace_file(path, render(drawn).encode("utf-8", "backslashreplace").decode())
     return path
 
 

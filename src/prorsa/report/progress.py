@@ -4,6 +4,7 @@ one that waits for a trainer while the control plane runs elsewhere.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 from types import TracebackType
@@ -49,7 +50,8 @@ class RunView:
         if status is None:
             yield plain_text(f"{self._directory}: starting", style="dim")
             return
-        yield Group(self._headline(status, steps), _states(status), _instances(status), _counts(status))
+        trouble = [Text(f"recording: {status.recording}", style="bold red")] if status.recording else []
+        yield Group(self._headline(status, steps), _states(status), _instances(status), _counts(status), *trouble)
 
     def line(self) -> str:
         """The same in one line, for a log."""
@@ -59,6 +61,7 @@ class RunView:
         live = " ".join(f"{name.lower()} {count}" for name, count in status.states.items() if count)
         roles = " ".join(f"{name}={_role(*what)}" for name, what in status.instances.items())
         parts = [self._headline(status, steps).plain, f"live: {live or 'none'}", roles, _counts(status).plain]
+        parts += [f"recording: {status.recording}"] if status.recording else []
         return " | ".join(part for part in parts if part)
 
     def _headline(self, status: Status, steps: list[StepRecord]) -> Text:
@@ -152,4 +155,5 @@ class LiveProgress:
             self._print_line()
 
     def _print_line(self) -> None:
-        self._console.print(plain_text(self._view.line()), highlight=False, soft_wrap=True)
+        with suppress(OSError):  # the output may go to a full disk, or to nobody any more
+            self._console.print(plain_text(self._view.line()), highlight=False, soft_wrap=True)

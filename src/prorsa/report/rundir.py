@@ -8,20 +8,25 @@
     flips.jsonl          every role switch
     instances.jsonl      every change of an instance's role or state
     steps.jsonl          every training or rollout step
-    trajectories.jsonl   the trajectories themselves, token by token, where the controller hands them over
+    trajectories.jsonl   the trajectories themselves, token by token, each when it has ended
+    starts.jsonl         every start of the run: one, and one for each time that it was resumed
+    lost.jsonl           records that could not be written, if there are any
     status.json          what is going on, replaced as a whole a few times a second
     engines/             the logs of the engines
     report.html          see `prorsa.report.html`
 
-All times are seconds on the clock of the event loop that ran the rollout.
+All times are seconds on the clock of the event loop that ran the rollout. Where a run was resumed they go on from the last
+one: the time in between is left out.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from array import array
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, astuple, dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +39,7 @@ from prorsa.cluster.observers import Decision, Flip, TurnRecord
 from prorsa.engines.protocol import FinishReason, Role
 from prorsa.forecast import Forecast, Work
 from prorsa.lifecycle import Event, State, TraceError, read_trace
+from prorsa.report.journal import LOST, NAMES_SHOWN, Lines, dump_line
 from prorsa.report.runs import Runs, runs
 from prorsa.rollout.records import TrajectoryRecord
 
@@ -45,6 +51,7 @@ FLIPS = "flips.jsonl"
 INSTANCES = "instances.jsonl"
 STEPS = "steps.jsonl"
 TRAJECTORIES = "trajectories.jsonl"
+STARTS = "starts.jsonl"
 STATUS = "status.json"
 LOGS = "engines"
 
@@ -68,6 +75,20 @@ class StepRecord:
     """`test` is an evaluation on held-out questions."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Whatever else the trainer reports."""
+    groups: list[str] = field(default_factory=list)
+    """The ids of the groups that the controller handed over, in that order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """When a process began or went on to write the run."""
+
+    command: str
+    """What did: rollout, train, serve."""
+    wall: float
+    """Seconds since 1970."""
+    offset: float
+    """What the recorder adds to the time of its event loop, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +108,8 @@ class Status:
     reward: float | None
     """Mean of the latest trajectories."""
     ended: bool
+    recording: str | None = None
+    """What is wrong with the recording of the run, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,18 +236,53 @@ def _load_generated(line: Json) -> tuple[str, int] | None:
 
 
 def append_line(path: Path, record: Json) -> None:
-    """Append in a single write, so that lines of several processes never mix."""
-    with open(path, "ab", buffering=0) as file:
-        file.write(json.dumps(record).encode() + b"\n")
+    """Append to a file that other processes append to as well: their lines never mix. Raises OSError."""
+    lines = Lines(path, shared=True)
+    try:
+        lines.append(dump_line(record))
+    finally:
+        lines.close()
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write the whole file: whoever reads it, and whenever this process is killed, it is the old one or the new one."""
+    new = path.with_name(path.name + ".new")
+    try:
+        new.write_text(text, encoding="utf-8")
+        os.replace(new, path)
+    except OSError as error:
+        with suppress(OSError):
+            new.unlink()
+        error.filename = error.filename or str(path)
+        raise
 
 
 def record_step(directory: str | Path, step: StepRecord) -> None:
-    """Add a step to a run directory. Works from any process, such as a trainer that is not the one of the recorder."""
-    append_line(Path(directory) / STEPS, asdict(step))
+    """Add a step to a run directory. Works from any process, such as a trainer that is not the one of the recorder.
+
+    `step.time` is on the clock of this machine's event loops, which the recorder may have shifted. Raises OSError.
+    """
+    directory = Path(directory)
+    append_line(directory / STEPS, asdict(shifted(directory, step)))
+
+
+def shifted(directory: Path, step: StepRecord) -> StepRecord:
+    """With its time as the recorder of the run counts it."""
+    starts = read_starts(directory)
+    return replace(step, time=step.time + starts[-1].offset) if starts else step
+
+
+def read_starts(directory: Path) -> list[Start]:
+    return list(read_lines(directory / STARTS, lambda line: Start(**line), []))
 
 
 def read_steps(directory: Path) -> list[StepRecord]:
-    return list(read_lines(directory / STEPS, load_step, []))
+    return list(_each_once(read_lines(directory / STEPS, load_step, [])))
+
+
+def _each_once(steps: Iterable[StepRecord]) -> Iterable[StepRecord]:
+    """A training that went on from an earlier checkpoint makes steps again, which stand for those before."""
+    return {(step.step, step.split): step for step in steps}.values()
 
 
 def read_trajectories(directory: Path) -> list[TrajectoryRecord]:
@@ -235,7 +293,8 @@ def read_status(directory: Path) -> Status | None:
     """None before the first was written."""
     try:
         return Status(**json.loads((directory / STATUS).read_text()))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
+        # Where there is no space for a second file it is overwritten in place, and may be read in the midst of it.
         return None
 
 
@@ -253,12 +312,23 @@ def read_run(directory: str | Path) -> Run:
         turns=list(read_lines(directory / TURNS, load_turn, problems)),
         flips=list(read_lines(directory / FLIPS, load_flip, problems)),
         instances=list(read_lines(directory / INSTANCES, load_instance, problems)),
-        steps=list(read_lines(directory / STEPS, load_step, problems)),
+        steps=list(_each_once(read_lines(directory / STEPS, load_step, problems))),
         generated=dict(
             record for record in read_lines(directory / TRAJECTORIES, _load_generated, problems) if record is not None
         ),
-        problems=problems,
+        problems=[*problems, *read_losses(directory)],
     )
+
+
+def read_losses(directory: Path) -> list[str]:
+    """What is known of records that are missing, a line a file."""
+    losses = {line["file"]: line for line in read_lines(directory / LOST, dict, [])}
+    return [
+        f"{directory / name}: {line['lost']} records are missing, for they could not be written: "
+        + ", ".join(line["records"][:NAMES_SHOWN])
+        + (", ..." if len(line["records"]) > NAMES_SHOWN else "")
+        for name, line in losses.items()
+    ]
 
 
 def _read_config(path: Path) -> Json:

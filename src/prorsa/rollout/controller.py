@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,13 +19,13 @@ from prorsa.forecast.injection import FixedRate, GroupReplenishment, Injection, 
 from prorsa.lifecycle.events import Event
 from prorsa.rollout.episode import Environment, Episode, Ports
 from prorsa.rollout.records import TrajectoryRecord
+from prorsa.rollout.resume import ENDED, Left
 from prorsa.rollout.sampler import Group, Outcome, Sampler
 
 log = logging.getLogger(__name__)
 
 LOST_ROUNDS = 8
 """The rollout fails once so many times its capacity of groups were lost in a row: it would go on for ever."""
-ENDED = "the rollout ended"
 STALE = "stale"
 """How the reason begins for which a trajectory that is too old is dropped."""
 
@@ -71,8 +71,17 @@ class Controller:
     Its episodes reach the cluster through it: it is the `Ports` that they record to.
     """
 
-    def __init__(self, control: Control, environment: Environment, sampler: Sampler, plan: Plan) -> None:
+    def __init__(
+        self,
+        control: Control,
+        environment: Environment,
+        sampler: Sampler,
+        plan: Plan,
+        ended: Callable[[TrajectoryRecord], None] = lambda _: None,
+    ) -> None:
+        """`ended` is given each trajectory when it has ended, save those that end with the rollout."""
         self.plan = plan
+        self._ended = ended
         self.lost = 0
         """Groups dropped or replaced so far."""
         self._control = control
@@ -100,6 +109,30 @@ class Controller:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    def resume(self, left: Left) -> None:
+        """Before the first batch: go on with what a run that was cut off has left."""
+        if not left.dealt:
+            return
+        groups = self._sampler.resume(left)
+        for group in groups:
+            self._groups[group.id], self._episodes[group.id] = group, []
+        self._complete = [group for group in groups if group.complete]
+        missing = sum(group.size - len(group.records) for group in groups)
+        self._owed = missing + self._never_launched(groups, missing)
+
+    def _never_launched(self, groups: list[Group], missing: int) -> int:
+        """Trajectories that the rule had launched or would have, and of which nothing was recorded."""
+        size, first = self._sampler.group_size, self.plan.first_launch
+        match self.plan.injection:
+            case None:
+                return size * max(0, first - len(groups)) if groups else 0
+            case ReplaceOnReward():
+                return max(0, first * size - missing)
+            case GroupReplenishment():
+                return size * max(0, first - sum(not group.complete for group in groups))
+            case _:
+                return 0
 
     async def batch(self) -> list[Group]:
         """The next `plan.groups` complete groups. Raises `RolloutFailed`, or what the control plane's `record` raised."""
@@ -145,9 +178,13 @@ class Controller:
         return not self._closed and self._failure is None
 
     def _begin_batch(self) -> None:
-        if not self._begun or (self.plan.injection is None and not self._groups):
-            self._owed += self.plan.first_launch * self._sampler.group_size
-            self._launch_owed()
+        size, first = self._sampler.group_size, self.plan.first_launch
+        if not self._groups:
+            self._owed += first * size if self.plan.injection is None or not self._begun else 0
+        elif self.plan.injection is None and self._begun:
+            # A resumed run may have some groups of this batch already.
+            self._owed += max(0, size * (first - len(self._groups)) - self._owed)
+        self._launch_owed()
         if not self._begun and isinstance(self.plan.injection, FixedRate):
             self._ticker = self._spawn(self._tick(self.plan.injection.rate), "injection")
         self._begun = True
@@ -168,7 +205,7 @@ class Controller:
 
     def _launch(self) -> None:
         group, launch = self._sampler.deal(self._control.version)
-        episode = Episode(launch, self._environment, self)
+        episode = Episode(launch, self._environment, self, self._keep)
         self._groups[group.id] = group
         self._episodes.setdefault(group.id, []).append(episode)
         self._spawn(self._play(group, episode), launch.trajectory)
@@ -187,6 +224,10 @@ class Controller:
             self._fail(error)
 
     # Ending.
+
+    def _keep(self, record: TrajectoryRecord) -> None:
+        if record.dropped is None or not self._closed:
+            self._ended(record)
 
     def _member_ended(self, group: Group, record: TrajectoryRecord) -> None:
         group.records.append(record)

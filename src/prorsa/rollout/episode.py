@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from prorsa.cluster.turns import TurnFailed, TurnRequest, TurnResult
 from prorsa.engines.protocol import FinishReason, SamplingParams
 from prorsa.lifecycle import events
 from prorsa.rollout.records import TrajectoryRecord, Transcript
+from prorsa.rollout.resume import CANCELLED
 from prorsa.rollout.rewards.base import Reward
 from prorsa.rollout.sandboxes.base import Sandbox, SandboxError, Sandboxes
 from prorsa.rollout.tasks.base import Message, Question, Task, ToolCall
@@ -32,7 +34,6 @@ NO_TOOL = "invalid"
 """The tool of `ToolStarted` for a call that names none: the names that models make up stay out of the statistics."""
 CUT = " [cut]"
 """At the end of a tool result that did not fit."""
-CANCELLED = "cancelled"
 
 
 class Ports(Protocol):
@@ -104,9 +105,22 @@ class NoRoom(Exception):
     """The first prompt alone fills the context."""
 
 
+class BadReward(Exception):
+    """A reward that nothing can be trained on; the message names the task, the question and the value."""
+
+
 class Episode:
-    def __init__(self, launch: Launch, environment: Environment, ports: Ports) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        environment: Environment,
+        ports: Ports,
+        ended: Callable[[TrajectoryRecord], None] = lambda _: None,
+    ) -> None:
+        """`ended` is given the record of the trajectory just before its last event is recorded: once the trace says that it
+        has ended, what it has left is kept."""
         self.launch = launch
+        self._ended = ended
         self._environment = environment
         self._ports = ports
         self._transcript = environment.transcript(())
@@ -135,7 +149,7 @@ class Episode:
             await self._drop(self._drop_reason or CANCELLED)
             if not asked or self._task.uncancel() > 0:
                 raise
-        except (TurnFailed, SandboxError, NoRoom) as error:
+        except (TurnFailed, SandboxError, NoRoom, BadReward) as error:
             await self._drop(str(error))
         except Exception as error:
             if not self._recorded:
@@ -166,7 +180,7 @@ class Episode:
             await sandbox.start()
             text = await self._converse(sandbox)
             await self._record(events.RewardStarted(*self._stamp(), len(self._transcript)))
-            reward = await self._environment.reward.score(launch.question, text)
+            reward = checked(await self._environment.reward.score(launch.question, text), task.name, launch.question)
             await self._record(events.Done(*self._stamp(), reward, admitted=True))
 
     async def _converse(self, sandbox: Sandbox) -> str:
@@ -225,12 +239,15 @@ class Episode:
     async def _record(self, event: events.Event) -> None:
         # Noted before the call: a cancellation that meets it comes too late to undo it.
         self._last, self._recorded = event, False
+        if isinstance(event, events.Done):
+            self._ended(self._result())
         await self._ports.record(event)
         self._recorded = True
 
     async def _drop(self, reason: str) -> None:
         self._drop_reason = reason
         if self._last is not None and not isinstance(self._last, events.Done):
+            self._ended(self._result())
             await asyncio.shield(self._ports.record(events.Dropped(*self._stamp(), reason)))
 
     def _result(self) -> TrajectoryRecord:
@@ -250,6 +267,17 @@ class Episode:
             turns=transcript.turns,
             dropped=None if isinstance(last, events.Done) else self._drop_reason,
         )
+
+
+def checked(reward: Any, task: str, question: Question) -> float:
+    """The reward as a finite number. Raises `BadReward`."""
+    try:
+        value = float(reward)
+    except (TypeError, ValueError, OverflowError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise BadReward(f"task {task}, question {question.id}: the reward is {reward!r}; it must be a finite number")
+    return value
 
 
 def fit_tool_turn(tokenizer: Tokenizer, text: str, room: int) -> Sequence[int]:

@@ -6,12 +6,14 @@ Deterministic in its arguments: the n-th group has the same question and seeds i
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from prorsa.rollout.episode import Launch
 from prorsa.rollout.records import TrajectoryRecord
+from prorsa.rollout.resume import Left, member_name, parse_member
 from prorsa.rollout.tasks.base import Question
 
 
@@ -64,16 +66,39 @@ class Sampler:
         self._seed = seed
         self._groups = 0
         self._open: Group | None = None
+        self._again: deque[tuple[Group, int, int]] = deque()
+        """(group, member, restarts) of the members that a resumed run has still to start."""
+
+    def resume(self, left: Left) -> list[Group]:
+        """Go on where a run was cut off: the groups that have not ended, whose missing members are dealt first."""
+        self._groups = left.dealt
+        groups = []
+        for one in left.groups:
+            epoch, index = divmod(one.number, len(self._questions))
+            group = Group(f"g{one.number}", self._questions[index], self.group_size, one.version, epoch)
+            group.records += one.records
+            group.launched = len(one.records)
+            groups.append(group)
+            done = {parse_member(record.trajectory)[0] for record in one.records}
+            missing = (member for member in range(self.group_size) if member not in done)
+            self._again += [(group, member, one.restarts.get(member, 0)) for member in missing]
+        return groups
 
     def deal(self, version: int) -> tuple[Group, Launch]:
         """The next member of the open group. A group that is full or has ended gives way to a new one."""
+        while self._again:
+            cut_off, member, restarts = self._again.popleft()
+            if cut_off.outcome is None:
+                return cut_off, self._launch(cut_off, member, version, restarts)
         group = self._open
         if group is None or group.outcome is not None or group.launched == group.size:
             group = self._open = self._next_group(version)
-        member = group.launched
+        return group, self._launch(group, group.launched, version)
+
+    def _launch(self, group: Group, member: int, version: int, restarts: int = 0) -> Launch:
         group.launched += 1
         seed = derive_seed(self._seed, group.question.id, group.epoch, member)
-        return group, Launch(f"{group.id}.{member}", group.id, group.question, version, seed)
+        return Launch(member_name(group.id, member, restarts), group.id, group.question, version, seed)
 
     def _next_group(self, version: int) -> Group:
         number = self._groups

@@ -20,9 +20,11 @@ from prorsa.config import Config
 from prorsa.integrations.verl.loaded import mark
 from prorsa.integrations.verl.settings import NAME, Settings
 from prorsa.lifecycle.events import Event
-from prorsa.report.rundir import TRAJECTORIES, append_line
+from prorsa.report.journal import Journal
+from prorsa.report.rundir import TRAJECTORIES, read_starts
 from prorsa.rollout.episode import Environment, Episode, Launch
 from prorsa.rollout.records import TrajectoryRecord
+from prorsa.rollout.resume import member_name
 from prorsa.rollout.sampler import derive_seed
 from prorsa.rollout.tasks.base import Question
 
@@ -38,6 +40,13 @@ class Shared:
     environment: Environment
     router: Any
     """The handle of the router actor."""
+    journal: Journal
+    """Of the trajectories that this worker plays."""
+    restarts: int
+    """How often the run was gone on with. verl may ask again for a trajectory that was cut off, under the id that it had."""
+
+    def keep(self, record: TrajectoryRecord) -> None:
+        self.journal.add_record(TRAJECTORIES, asdict(record), record.trajectory)
 
 
 class RouterPorts:
@@ -73,20 +82,20 @@ class ProrsaAgentLoop(AgentLoopBase):  # type: ignore[misc]
         Raises `TrajectoryDropped`.
         """
         shared = await _shared(self)
-        launch = plan_launch(row, await shared.router.version.remote(), shared.config.seed)
+        launch = plan_launch(row, await shared.router.version.remote(), shared.config.seed, shared.restarts)
         ports = RouterPorts(shared.router, launch, shared.config.rollout.max_staleness)
-        ports.episode = Episode(launch, shared.environment, ports)
-        record = await ports.episode.run()
-        append_line(Path(shared.settings.run_dir) / TRAJECTORIES, asdict(record))
-        return to_output(record)
+        ports.episode = Episode(launch, shared.environment, ports, shared.keep)
+        return to_output(await ports.episode.run())
 
 
-def plan_launch(row: dict[str, Any], version: int, seed: int) -> Launch:
+def plan_launch(row: dict[str, Any], version: int, seed: int, restarts: int = 0) -> Launch:
     """A held-out question has the same seeds at every evaluation, so that two of them differ by the weights alone."""
     info, uid, member = row["extra_info"], row["uid"], row["session_id"]
     question = Question(info["id"], tuple(row["raw_prompt"]), row["reward_model"]["ground_truth"])
     step = 0 if info["split"] == "test" else int(row["global_steps"])
-    return Launch(f"{uid}.{member}", uid, question, version, derive_seed(seed, question.id, step, member))
+    return Launch(
+        member_name(uid, member, restarts), uid, question, version, derive_seed(seed, question.id, step, member)
+    )
 
 
 def to_output(record: TrajectoryRecord) -> AgentLoopOutput:
@@ -120,6 +129,10 @@ async def _shared(loop: ProrsaAgentLoop) -> Shared:
             # The way of any agent loop to its server; with another router class this would not be our actor.
             _, router = await loop.server_manager._acquire_server(NAME)
             sandboxes = await build_sandboxes(config).__aenter__()
-            _made.append(Shared(settings, config, build_environment(config, sandboxes), router))
+            directory = Path(settings.run_dir)
+            journal = Journal(directory, config.recording.memory_mb << 20)
+            journal.file(TRAJECTORIES, shared=True)
+            restarts = len(read_starts(directory)) - 1
+            _made.append(Shared(settings, config, build_environment(config, sandboxes), router, journal, restarts))
             mark(settings, "agent")
         return _made[0]

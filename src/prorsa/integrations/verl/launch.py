@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,7 +32,9 @@ from prorsa.integrations.verl.overrides import (
     verl_overrides,
 )
 from prorsa.integrations.verl.settings import NAME, Settings
-from prorsa.report.rundir import StepRecord, record_step
+from prorsa.report.journal import Journal, RecordingFailed
+from prorsa.report.opening import locked
+from prorsa.report.rundir import STEPS, StepRecord, replace_file, shifted
 from prorsa.rollout.tasks.base import Question, Split
 
 LOG = "train.log"
@@ -70,12 +73,14 @@ async def train(config: Config, run_dir: Path, on_step: Callable[[StepRecord], N
     """
     config = complete(config)
     steps: list[StepRecord] = []
-    with laid_out(config, run_dir) as settings:
+    with laid_out(config, run_dir) as settings, kept(run_dir, config) as journal:
         supervisor = await start_trainer(config, settings)
         try:
             async for step in follow(config, settings, supervisor):
                 loaded.require(settings, loaded.expected(config.train.mode))
-                record_step(run_dir, step)
+                journal.add_record(STEPS, asdict(shifted(run_dir, step)), f"step {step.step}")
+                if journal.gave_up is not None:
+                    raise RecordingFailed(journal.gave_up)
                 steps.append(step)
                 on_step(step)
         finally:
@@ -84,6 +89,21 @@ async def train(config: Config, run_dir: Path, on_step: Callable[[StepRecord], N
         log = run_dir / LOG
         raise TrainingFailed(f"the trainer ended with status {supervisor.returncode}; {log} ends with\n{_tail(log)}")
     return Summary(tuple(steps))
+
+
+@contextmanager
+def kept(run_dir: Path, config: Config) -> Iterator[Journal]:
+    """Where the steps go; the control plane's actor writes the rest of the run directory. Raises `RecordingFailed`."""
+    recording = config.recording
+    journal = Journal(run_dir, recording.memory_mb << 20, give_up_after=recording.give_up_after)
+    journal.file(STEPS, shared=True)
+    try:
+        yield journal
+    except BaseException:
+        with suppress(RecordingFailed):  # it is in the log, and why the run ended counts more
+            journal.close()
+        raise
+    journal.close()
 
 
 def complete(config: Config) -> Config:
@@ -120,13 +140,26 @@ def laid_out(config: Config, run_dir: Path) -> Iterator[Settings]:
 def lay_out(config: Config, settings: Settings) -> None:
     task = build_task(config)
     tmp_dir(settings).mkdir()
-    settings.config_path.write_text(dump_config(config))
+    set_aside(settings)
+    replace_file(settings.config_path, dump_config(config))
     write_questions(train_file(settings), task.questions("train", config.task.train_questions, config.seed), "train")
     write_questions(held_out_file(settings), task.questions("test", config.task.test_questions, config.seed), "test")
     router = {"router_class": "prorsa.integrations.verl.router.ProrsaRouter", **settings.mapping()}
     router_file(settings).write_text(yaml.safe_dump(router))
     agent = {"name": NAME, "_target_": "prorsa.integrations.verl.agent.ProrsaAgentLoop"}
     agents_file(settings).write_text(yaml.safe_dump([agent]))
+
+
+def set_aside(settings: Settings) -> None:
+    """What a job before has left in the run directory and this one would take for its own. Raises `CannotContinue` where that
+    one still runs."""
+    run_dir = Path(settings.run_dir)
+    os.close(locked(run_dir))
+    loaded.forget(settings)
+    metrics = metrics_file(settings)
+    if metrics.exists():
+        earlier = len(list(run_dir.glob(f"{metrics.stem}-*{metrics.suffix}"))) + 1
+        metrics.rename(metrics.with_stem(f"{metrics.stem}-{earlier}"))
 
 
 def write_questions(path: Path, questions: Iterable[Question], split: Split) -> None:
@@ -201,10 +234,15 @@ class NewLines:
 
 
 def read_steps(line: dict[str, Any], config: Config, time: float) -> list[StepRecord]:
-    """What one line of verl's file logger holds: a trained batch, an evaluation, or both."""
+    """What one line of verl's file logger holds: a trained batch, an evaluation, or both. Raises `TrainingFailed`."""
     metrics: dict[str, float] = line["data"]
     rollout = config.rollout
     steps = []
+    for name in {REWARD, HELD_OUT} & metrics.keys():
+        if not isinstance(metrics[name], float | int) or not math.isfinite(metrics[name]):
+            raise TrainingFailed(
+                f"step {line['step']}: verl's {name} is {metrics[name]}; a mean reward is a finite number"
+            )
     if REWARD in metrics:
         batch = rollout.groups * rollout.group_size
         steps.append(StepRecord(line["step"], time, metrics["timing_s/step"], metrics[REWARD], batch, metrics=metrics))

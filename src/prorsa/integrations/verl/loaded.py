@@ -36,6 +36,11 @@ def mark(settings: Settings, point: str) -> None:
         file.write(f"{point}\n")
 
 
+def forget(settings: Settings) -> None:
+    """Remove the marks that a job before has left."""
+    _marks(settings).unlink(missing_ok=True)
+
+
 def require(settings: Settings, points: Iterable[str]) -> None:
     """Raise `NotLoaded` unless verl has constructed all of `points`."""
     marks = _marks(settings)

@@ -181,13 +181,29 @@ def _trainer(config: Config, settings: Settings) -> list[str]:
         f"trainer.total_epochs={config.rollout.steps}",
         "trainer.val_before_train=True",
         f"trainer.test_freq={every}",
-        "trainer.save_freq=-1",
-        "trainer.resume_mode=disable",
-        f"trainer.default_local_dir={settings.work_dir}/checkpoints",
+        *_checkpoints(config, settings),
         "trainer.v1.sampler.custom_sampler.path=pkg://prorsa.integrations.verl.sampler",
         f"trainer.v1.sampler.custom_sampler.name={sampler}",
         f"+trainer.v1.sampler.sampler_kwargs={_inline(settings)}",
         *(_separate_async(config, settings) if config.train.mode == "separate_async" else []),
+    ]
+
+
+def _checkpoints(config: Config, settings: Settings) -> list[str]:
+    if not config.train.save_every:
+        directory = f"{settings.work_dir}/checkpoints"
+        return [
+            "trainer.save_freq=-1",
+            "trainer.resume_mode=disable",
+            f"trainer.default_local_dir={_quoted(directory)}",
+        ]
+    return [
+        f"trainer.save_freq={config.train.save_every}",
+        # From the newest checkpoint, where there is one.
+        "trainer.resume_mode=auto",
+        f"trainer.default_local_dir={_quoted(f'{settings.run_dir}/checkpoints')}",
+        # With one alone, verl would remove it before the next is whole.
+        "trainer.max_actor_ckpt_to_keep=2",
     ]
 
 

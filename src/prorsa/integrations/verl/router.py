@@ -25,7 +25,9 @@ from prorsa.engines.protocol import FinishReason, SamplingParams
 from prorsa.integrations.verl.loaded import mark
 from prorsa.integrations.verl.settings import NAME, Settings
 from prorsa.lifecycle.events import Done, Dropped, Event, RewardStarted, Sampled
-from prorsa.report.recorder import RunRecorder
+from prorsa.report.journal import RecordingFailed
+from prorsa.report.opening import History
+from prorsa.report.recorder import RunRecorder, recorder_of
 from prorsa.report.rundir import LOGS
 from prorsa.rollout.tokenizer import ChatTokenizer
 
@@ -54,16 +56,24 @@ class ControlRouter:
         self._tokenizer = ChatTokenizer(self._config.model.path)
         self._running = AsyncExitStack()
         self._control: ControlPlane | None = None
+        self._recorder: RunRecorder | None = None
         self._in_flight = 0
 
     async def start(self) -> None:
-        """Start the engines and the control plane. Raises `EngineError`."""
+        """Start the engines and the control plane. A run directory that a job before has left is gone on with.
+
+        Raises `EngineError`, `CannotContinue`.
+        """
+        recorder = self._recorder = recorder_of(self._config, self._settings.run_dir, COMMAND, _now())
+        past = recorder.past_events()
+        recorder.history = History()  # everything that the run has recorded: it is needed no more
         self._control = await self._running.enter_async_context(
             running_cluster(
                 self._config,
                 Path(self._settings.run_dir) / LOGS,
-                [RunRecorder(self._settings.run_dir)],
+                [recorder],
                 build_injection(self._config.rollout),
+                past,
             )
         )
 
@@ -79,7 +89,12 @@ class ControlRouter:
         return self.control.version
 
     async def record(self, event: Event) -> None:
-        """Take in an event; it happens now, on this actor's clock. Raises `IllegalTransition`."""
+        """Take in an event; it happens now, on this actor's clock.
+
+        Raises `IllegalTransition`, and `RecordingFailed` where the run shall stop because it cannot be recorded.
+        """
+        if self._recorder is not None and self._recorder.gave_up is not None:
+            raise RecordingFailed(self._recorder.gave_up)
         await self.control.record(replace(event, time=_now()))
 
     async def turn(self, request: TurnRequest) -> TurnResult:
@@ -166,8 +181,11 @@ class ControlRouter:
         return {"cleared_entries": 0, "server_loads": {NAME: self._in_flight}}
 
 
+COMMAND = "train"
+"""Whose run it is, whether `prorsa train` or verl's own command has begun it."""
 FOREIGN = "foreign"
 """The task of a trajectory that another agent loop runs."""
+
 
 ProrsaRouter = ray.remote(name=NAME, get_if_exists=True, num_cpus=0, max_concurrency=MOST_CALLS)(ControlRouter)
 

@@ -45,6 +45,9 @@ def write_version(tensors: dict[str, torch.Tensor], settings: Settings, version:
     """Write them with the configuration and the tokenizer of the model that training began with; the directory."""
     final = settings.weights_dir / f"version-{version}"
     partial = final.with_suffix(".partial")
+    # A job that was killed may have left both; no engine of this one has read them.
+    for left in (partial, final):
+        shutil.rmtree(left, ignore_errors=True)
     partial.mkdir(parents=True)
     write_checkpoint(tensors, Path(settings.config().model.path), partial)
     return partial.rename(final)
