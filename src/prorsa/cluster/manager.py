@@ -24,7 +24,7 @@ from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.observers import Decision
 from prorsa.cluster.router import Router
 from prorsa.cluster.switcher import RoleSwitcher
-from prorsa.engines.protocol import Engine, EngineError, Role
+from prorsa.engines.protocol import Engine, EngineError, OwnLimit, Role
 from prorsa.forecast.forecast import Forecaster
 from prorsa.lifecycle import Tracker
 
@@ -198,6 +198,9 @@ class GlobalManager:
         try:
             async with asyncio.timeout(self._health.timeout):
                 healthy = await engine.healthy()
+        except OwnLimit as error:
+            logger.warning("instance %s could not be checked: %s", instance.name, error)
+            return
         except (TimeoutError, EngineError):
             healthy = False
         if self.paused:
@@ -219,7 +222,7 @@ class GlobalManager:
             try:
                 await self._switcher.restart(instance, self.wanted_role(instance))
                 return
-            except (EngineError, TimeoutError) as error:
+            except (EngineError, TimeoutError, OSError) as error:
                 logger.warning("instance %s: restart failed, again in %.1f s: %r", instance.name, backoff, error)
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, MAX_RESTART_BACKOFF)

@@ -31,6 +31,7 @@ from prorsa.engines.protocol import (
     EngineError,
     EngineGone,
     FinishReason,
+    OwnLimit,
     Role,
 )
 from prorsa.lifecycle.events import DecodeStarted, Event, PrefillStarted, Ready, Requeued
@@ -517,6 +518,8 @@ class Router:
         try:
             async with asyncio.timeout(PROBE_TIMEOUT):
                 healthy = await engine.healthy()
+        except OwnLimit:
+            return  # the health watch looks again
         except (EngineError, TimeoutError):
             healthy = False
         if not healthy and instance.engine is engine:

@@ -148,6 +148,10 @@ class EngineBusy(EngineError):
     """The engine's bounded queue is full, or it is not idle when it has to be. Try elsewhere or later."""
 
 
+class OwnLimit(EngineBusy):
+    """This process could not ask: it has no descriptor, port or memory left. That says nothing of the engine; try again."""
+
+
 class Engine(Protocol):
     """One inference engine instance.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from prorsa.engines.protocol import (
     FinishReason,
     GenerateRequest,
     Load,
+    OwnLimit,
     Role,
     SamplingParams,
 )
@@ -43,6 +45,8 @@ KEEPALIVE_SECONDS = 2.0
 END_MARK_SECONDS = 0.5
 ANSWER_EXCERPT = 300
 JSON_HEADERS = {"Content-Type": "application/json"}
+OWN_LIMITS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN}
+"""Errors of a connection for want of something that this process or this machine has no more of."""
 RID_END = "|"
 """SGLang aborts every request whose rid STARTS WITH the given one; with an end mark no rid is the start of another."""
 
@@ -123,7 +127,7 @@ class SGLangEngine:
                         # Cancels the leg; releasing the connection would leave it running.
                         response.close()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise EngineGone(f"engine {self._name}: asked {asked}; connection failed: {error!r}") from error
+            raise _lost(self._name, asked, error) from error
         raise EngineGone(f"engine {self._name}: asked {asked}; the stream broke off after {reader.seen} tokens")
 
     async def abort(self, rid: str | None = None) -> None:
@@ -212,7 +216,7 @@ class SGLangEngine:
             async with self._http().request(method, self._url + path, json=body, timeout=timeout) as response:
                 return response.status, await response.text()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise EngineGone(f"engine {self._name}: asked {path}; connection failed: {error!r}") from error
+            raise _lost(self._name, path, error) from error
 
     async def _post(self, path: str, body: dict[str, Any], seconds: float) -> None:
         status, text = await self._ask("POST", path, body, seconds)
@@ -404,6 +408,11 @@ def _parse_object(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return answer if isinstance(answer, dict) else {}
+
+
+def _lost(engine: str, asked: str, error: Exception) -> EngineError:
+    ours = isinstance(error, OSError) and error.errno in OWN_LIMITS
+    return (OwnLimit if ours else EngineGone)(f"engine {engine}: asked {asked}; connection failed: {error!r}")
 
 
 def _refusal(engine: str, asked: str, status: int, text: str) -> EngineError:
