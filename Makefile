@@ -11,7 +11,7 @@ FAST   ?= .venv-fast
 SGLANG := .venv-sglang/.ready
 PURE   := -m "not engine and not long and not sglang" --ignore tests/integrations --ignore tests/engines/test_weights.py
 
-.PHONY: demo test test-sglang fast pythons setup sglang lint types pure tests wheel lock format clean
+.PHONY: demo test test-sglang test-clients fast pythons setup sglang lint types pure tests wheel lock format clean
 
 demo: setup
 	$(BIN)/prorsa train $(CONFIG)
@@ -21,6 +21,10 @@ test: fast setup sglang tests wheel pythons
 # Every test with real SGLang engines, also those that `make test` leaves out because they take minutes more.
 test-sglang: setup sglang
 	$(BIN)/pytest -m sglang
+
+# The tests of OpenAI's own client, against a gateway.
+test-clients: setup
+	$(BIN)/python scripts/client_suites.py
 
 # What needs neither PyTorch nor an engine, in an environment of its own: under two minutes.
 fast: lint types pure
