@@ -14,6 +14,7 @@ from typing import Protocol
 from prorsa.allocation import Adaptive, Colocated, EngineCosts, Planned, Policy, PrefillSpeed, Static
 from prorsa.cluster import switcher
 from prorsa.cluster.control import ControlPlane
+from prorsa.cluster.manager import HealthLimits
 from prorsa.cluster.observers import Observer
 from prorsa.cluster.router import Limits
 from prorsa.cluster.switcher import Relaunches, Restarter, SwitchLimits
@@ -226,6 +227,7 @@ def build_control(
         relaunches=relaunches,
         observers=observers,
         limits=Limits(decode_slots=config.cluster.max_running, decode_headroom=config.sampling.max_new_tokens),
+        health_limits=HealthLimits(hang=config.cluster.hang_timeout, restart_attempts=config.cluster.restart_attempts),
         switch_limits=SwitchLimits(canary_timeout=CANARY_SECONDS if config.cluster.engine == "sglang" else None),
     )
 

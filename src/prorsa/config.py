@@ -90,6 +90,11 @@ class Cluster(Section):
     """Requests that an engine decodes at once."""
     max_waiting: Positive = 256
     """Bound of an engine's queue; beyond it the engine refuses."""
+    hang_timeout: Seconds = 60.0
+    """An SGLang engine whose scheduler has not moved for so long is restarted, however well it answers. Set it above what the
+    first batch takes where kernels are compiled then."""
+    restart_attempts: Positive | None = None
+    """Failed restarts in a row after which an instance is given up; null tries for ever, with pauses of up to a minute."""
     kv_store_tokens: int = Field(default=65536, ge=0)
     """Capacity of the KV store outside the instances, tokens; 0 runs without one."""
 

@@ -148,6 +148,7 @@ class Bench:
         policy: Policy | None = None,
         forecaster: Forecaster | None = None,
         canary_timeout: float | None = None,
+        restart_attempts: int | None = None,
         **engine: Any,
     ) -> None:
         self.world = World()
@@ -169,7 +170,7 @@ class Bench:
             observers=[self.notes],
             limits=Limits(cancel_timeout=1.0, stall_timeout=20.0),
             switch_limits=SwitchLimits(idle_timeout=3.0, flip_timeout=5.0, canary_timeout=canary_timeout),
-            health_limits=HealthLimits(interval=1.0, timeout=2.0),
+            health_limits=HealthLimits(interval=1.0, timeout=2.0, restart_attempts=restart_attempts),
         )
         self.world.given_up = lambda name: self.control.fleet[name].state is InstanceState.DEAD
 

@@ -182,6 +182,7 @@ class FakeEngine:
         """Gives garbage from a decode that is aborted before its KV cache arrived."""
         self.finish_apart = False
         """Gives the last token and the finish in separate chunks, `token_s` apart."""
+        self.tells_stamps = self.stands_still = False
         self.healthy_s = 0.0
         self.closed = False
 
@@ -282,9 +283,16 @@ class FakeEngine:
             if (rid is None or leg.rid == rid) and not leg.interrupt.done():
                 leg.interrupt.set_result(None)
 
+    @property
+    def stamp(self) -> float | None:
+        """Of its scheduler: it moves on unless it `stands_still`, and is told where it `tells_stamps`."""
+        if not self.tells_stamps:
+            return None
+        return 1.0 if self.stands_still else asyncio.get_running_loop().time()
+
     async def load(self) -> Load:
         self._answer()
-        return Load(len(self.legs), 0, 0, self.capacity)
+        return Load(len(self.legs), 0, 0, self.capacity, self.stamp)
 
     async def info(self) -> EngineInfo:
         self._answer()
@@ -353,6 +361,7 @@ class FakeRestarter:
         self.engine = engine
         self.seconds = 2.0
         self.failures = 0
+        self.failure: type[Exception] = EngineError
         self.restarted: list[tuple[str, Role]] = []
         self.engines: dict[str, FakeEngine] = {}
 
@@ -360,7 +369,7 @@ class FakeRestarter:
         await asyncio.sleep(self.seconds)
         if self.failures > 0:
             self.failures -= 1
-            raise EngineError(f"engine {name}: did not come up")
+            raise self.failure(f"engine {name}: did not come up")
         self.restarted.append((name, role))
         self.engines[name] = FakeEngine(name, self.world, role, **self.engine)
         return self.engines[name]

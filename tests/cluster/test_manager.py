@@ -386,3 +386,61 @@ async def test_stop_ends_at_once_also_during_a_flip() -> None:
     await bench.control.stop()
     assert asyncio.get_running_loop().time() == pytest.approx(2.0)
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+
+@in_virtual_time
+async def test_an_instance_whose_scheduler_stands_still_is_restarted_though_it_answers() -> None:
+    """It moved last at the check of 5 s, and not at that of 6 s; the bound is 60 s."""
+    async with Bench("PDD") as bench:
+        for engine in bench.engines.values():
+            engine.tells_stamps = True
+        await asyncio.sleep(5.5)
+        bench.engine("e2").stands_still = True
+        await until(lambda: bench.roles() == "PD.")
+        assert asyncio.get_running_loop().time() == pytest.approx(66.0, abs=0.01)
+        await until(lambda: bench.roles() == "PDD")
+        await asyncio.sleep(200.0)
+        assert [name for name, _ in bench.restarter.restarted] == ["e2"], (
+            "idle ones, whose schedulers move, are left alone"
+        )
+
+
+@in_virtual_time
+async def test_a_scheduler_may_stand_still_while_weights_are_loaded() -> None:
+    async with Bench("PD") as bench:
+        for engine in bench.engines.values():
+            engine.tells_stamps = engine.stands_still = True
+        for _ in range(4):
+            await asyncio.sleep(50.0)
+            bench.control.manager.paused = True
+            await asyncio.sleep(20.0)
+            bench.control.manager.paused = False
+        assert bench.restarter.restarted == []
+
+
+@pytest.mark.parametrize("failure", [EngineError, TimeoutError, OSError, FileNotFoundError, ValueError])
+@in_virtual_time
+async def test_whatever_a_restart_meets_it_is_tried_again_until_it_succeeds(failure: type[Exception]) -> None:
+    """Restarts take 2 s, the pauses between them 1, 2, 4, ... s."""
+    async with Bench("PDD") as bench:
+        bench.restarter.failures, bench.restarter.failure = 5, failure
+        bench.control.router.bury(bench.control.fleet["e2"], "test")
+        start = asyncio.get_running_loop().time()
+        await until(lambda: bench.roles() == "PDD")
+        assert asyncio.get_running_loop().time() - start == pytest.approx(2 * 6 + 1 + 2 + 4 + 8 + 16, abs=0.01)
+        assert bench.control.status().given_up == {}
+
+
+@in_virtual_time
+async def test_a_restart_is_given_up_by_name_after_the_bound() -> None:
+    async with Bench("PDD", restart_attempts=3) as bench:
+        bench.restarter.failures, bench.restarter.failure = 99, OSError
+        bench.control.router.bury(bench.control.fleet["e2"], "test")
+        await until(lambda: bool(bench.control.status().given_up))
+        assert bench.restarter.failures == 96
+        (said,) = bench.control.status().given_up.items()
+        assert said[0] == "e2"
+        assert "3 restarts in a row failed" in said[1]
+        assert "did not come up" in said[1]
+        assert bench.control.status().serving == {"prefill": 1, "decode": 1, "mixed": 0}
+        await asyncio.gather(*bench.trajectories(6))

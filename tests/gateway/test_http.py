@@ -197,6 +197,19 @@ async def test_the_answer_says_whose_it_was_and_a_header_or_a_field_names_it() -
 
 
 @on_a_loop
+async def test_the_health_tells_which_roles_serve_and_fails_when_no_turn_can_be_served() -> None:
+    async with bench() as gateway:
+        status, text = await gateway.get("/health")
+        assert (status, json.loads(text)) == (
+            200,
+            {"status": "ok", "serving": {"prefill": 1, "decode": 1, "mixed": 0}, "given_up": {}, "recording": "ok"},
+        )
+        gateway.control.router.bury(gateway.control.fleet["e1"], "test")
+        status, text = await gateway.get("/health")
+        assert (status, json.loads(text)["serving"]) == (503, {"prefill": 1, "decode": 0, "mixed": 0})
+
+
+@on_a_loop
 async def test_the_models_the_health_and_what_is_not_there() -> None:
     async with bench() as gateway:
         status, text = await gateway.get("/v1/models")

@@ -21,6 +21,7 @@ import pytest
 
 from prorsa.allocation import Allocation, Policy, PrefillSpeed, Situation
 from prorsa.cluster.control import ControlPlane
+from prorsa.cluster.manager import HealthLimits
 from prorsa.cluster.switcher import Restarter, SwitchLimits
 from prorsa.cluster.turns import TurnRequest
 from prorsa.engines.launcher import EmbeddedLauncher
@@ -223,7 +224,7 @@ class Keep(Policy):
 
 @asynccontextmanager
 async def controlled(
-    engines: Sequence[SGLangEngine], restarter: Restarter | None = None
+    engines: Sequence[SGLangEngine], restarter: Restarter | None = None, health: HealthLimits | None = None
 ) -> AsyncIterator[ControlPlane]:
     control = ControlPlane(
         engines,
@@ -233,6 +234,7 @@ async def controlled(
         horizon=0.5,
         restarter=restarter,
         switch_limits=SwitchLimits(canary_timeout=60.0),
+        health_limits=health,
     )
     await control.start()
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -66,6 +67,14 @@ class Status:
     failed_flips: int
     errors: tuple[str, ...]
     """Of observers, and of the manager; `stop` raises them."""
+    given_up: dict[str, str]
+    """Instances that are not restarted any more -> the last failure."""
+
+    @property
+    def serving(self) -> dict[str, int]:
+        """How many instances of each role are in service."""
+        routed = Counter(instance.role for instance in self.instances if instance.state is InstanceState.ROUTED)
+        return {role.value: routed[role] for role in Role}
 
 
 class ControlPlane:
@@ -238,6 +247,7 @@ class ControlPlane:
             flips=self._flips,
             failed_flips=self._failed_flips,
             errors=tuple(f"{what}: {error}" for what, error in self._errors.items()),
+            given_up=dict(self.manager.given_up),
         )
 
     # Weight updates.

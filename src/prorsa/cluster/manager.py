@@ -47,8 +47,12 @@ class HealthLimits:
     """An instance that does not answer for so long has failed one check."""
     checks: int = 2
     """Failed checks in a row that make an instance dead."""
+    hang: float = 60.0
+    """An instance whose scheduler has not moved for so long hangs (`Load.stamp`), however well it answers."""
     restart_backoff: float = 1.0
     """Pause after the first failed restart; it doubles up to `MAX_RESTART_BACKOFF`."""
+    restart_attempts: int | None = None
+    """Failed restarts in a row after which an instance is given up; None tries for ever."""
 
 
 class GlobalManager:
@@ -82,6 +86,10 @@ class GlobalManager:
         self._last: Decision | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed_checks: dict[Engine, int] = {}
+        self._moved: dict[Engine, tuple[float, float]] = {}
+        """The last stamp of an engine's scheduler, and when it was seen first."""
+        self.given_up: dict[str, str] = {}
+        """Instances that are not restarted any more, with the last failure."""
         self.paused = False
         """Whether engines are being updated: nothing is decided and nothing is checked."""
 
@@ -188,16 +196,20 @@ class GlobalManager:
                 self._failed("health check", error)
 
     async def _check_health(self) -> None:
+        routed = [instance for instance in self._fleet if instance.state is InstanceState.ROUTED]
+        watched = set() if self.paused else {instance.engine for instance in routed}
+        # While one flips or loads weights its scheduler may stand still.
+        self._moved = {engine: moved for engine, moved in self._moved.items() if engine in watched}
         if self.paused:
             return  # an engine that loads weights may not answer
-        routed = [instance for instance in self._fleet if instance.state is InstanceState.ROUTED]
         await asyncio.gather(*(self._check(instance) for instance in routed))
 
     async def _check(self, instance: Instance) -> None:
-        engine = instance.engine
+        engine, stamp = instance.engine, None
         try:
             async with asyncio.timeout(self._health.timeout):
                 healthy = await engine.healthy()
+                stamp = (await engine.load()).stamp if healthy else None
         except OwnLimit as error:
             logger.warning("instance %s could not be checked: %s", instance.name, error)
             return
@@ -207,25 +219,49 @@ class GlobalManager:
             return
         failed = 0 if healthy else self._failed_checks.get(engine, 0) + 1
         self._failed_checks[engine] = failed
-        if failed >= self._health.checks and instance.state is InstanceState.ROUTED and instance.engine is engine:
-            del self._failed_checks[engine]
-            self._router.bury(instance, f"{failed} health checks in a row failed")
+        still = self._still_for(engine, stamp)
+        if instance.state is not InstanceState.ROUTED or instance.engine is not engine:
+            return
+        if failed >= self._health.checks:
+            self._dead(instance, f"{failed} health checks in a row failed")
+        elif still >= self._health.hang:
+            self._dead(instance, f"it answers, but its scheduler has not moved for {still:.0f} s")
+
+    def _still_for(self, engine: Engine, stamp: float | None) -> float:
+        """How long the engine's scheduler has given the same stamp, by the clock of this process."""
+        now = asyncio.get_running_loop().time()
+        last, since = self._moved.get(engine, (None, now))
+        if stamp is None or stamp != last:
+            since = now
+        if stamp is not None:
+            self._moved[engine] = stamp, since
+        return now - since
+
+    def _dead(self, instance: Instance, reason: str) -> None:
+        self._failed_checks.pop(instance.engine, None)
+        self._moved.pop(instance.engine, None)
+        self._router.bury(instance, reason)
 
     def _instance_changed(self, instance: Instance) -> None:
         if instance.state is InstanceState.DEAD and self._switcher.can_restart:
             self._spawn(f"restart of {instance.name}", self._revive(instance))
 
     async def _revive(self, instance: Instance) -> None:
-        """Restart a dead instance until it is back in service."""
-        backoff = self._health.restart_backoff
+        """Restart a dead instance until it is back in service, whatever a restart meets, or given up."""
+        backoff, failed = self._health.restart_backoff, 0
         while True:
             try:
                 await self._switcher.restart(instance, self.wanted_role(instance))
                 return
-            except (EngineError, TimeoutError, OSError) as error:
+            except Exception as error:
+                failed += 1
+                if failed == self._health.restart_attempts:
+                    self.given_up[instance.name] = f"{failed} restarts in a row failed, the last one: {error!r}"
+                    logger.error("instance %s is given up: %s", instance.name, self.given_up[instance.name])
+                    return
                 logger.warning("instance %s: restart failed, again in %.1f s: %r", instance.name, backoff, error)
-                await asyncio.sleep(backoff)
-                backoff = min(2 * backoff, MAX_RESTART_BACKOFF)
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, MAX_RESTART_BACKOFF)
 
     def wanted_role(self, instance: Instance) -> Role:
         """The role that the policy, asked for one instance more, has too few of: the one it had where that is among them,

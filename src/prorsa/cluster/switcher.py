@@ -261,7 +261,7 @@ class RoleSwitcher:
                     await launcher.stop(name)
                     raise
             self._fleet.add(instance)
-        except (EngineError, TimeoutError) as error:
+        except (EngineError, TimeoutError, OSError) as error:
             logger.warning("no instance more of role %s: %r", role, error)
         finally:
             self._in_hand.discard(name)
@@ -323,7 +323,8 @@ class RoleSwitcher:
             if self._canary is not None:
                 await self._canary.send(instance, role)
             self._step(instance, InstanceState.FLIPPING, InstanceState.ROUTED, role)
-        except (EngineError, TimeoutError) as error:
+        except (EngineError, TimeoutError, OSError) as error:
+            # An OSError is that of a relaunch, which may not get a process.
             failure = str(error)
             self._router.bury(instance, failure)
         except asyncio.CancelledError:

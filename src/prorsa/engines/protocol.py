@@ -123,6 +123,9 @@ class Load:
     """KV tokens held by live requests (cached, evictable blocks excluded)."""
     max_tokens: int
     """KV tokens that the pool holds."""
+    stamp: float | None = None
+    """Changes within seconds while the engine's scheduler lives, whether it works or not; None where an engine does not tell.
+    Of several ranks it is that of the one behind. It can be compared with itself alone."""
 
     @property
     def idle(self) -> bool:

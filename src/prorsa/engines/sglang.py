@@ -35,6 +35,8 @@ from prorsa.engines.protocol import (
 CONNECT_SECONDS = 5.0
 CONTROL_SECONDS = 30.0
 """Bound of a short control call."""
+OWN_LIMIT_SECONDS, OWN_LIMIT_POLL = 30.0, 0.2
+"""How long a flip, a weight update and what belongs to them wait for a descriptor or a port of this process."""
 SWITCH_SECONDS = 120.0
 UPDATE_SECONDS = 300.0
 ABORT_SECONDS = 30.0
@@ -142,7 +144,7 @@ class SGLangEngine:
             raise self._unreadable("/v1/loads", answer) from error
 
     async def info(self) -> EngineInfo:
-        answer = await self._get("/model_info")
+        answer = await self._get("/model_info", OWN_LIMIT_SECONDS)
         try:
             info = EngineInfo(
                 role=_parse_role(answer["disaggregation_mode"]),
@@ -164,7 +166,7 @@ class SGLangEngine:
         # SGLang wants to know the memory for decode CUDA graphs before it captures any; 0 lets it capture to fit.
         body = {"new_role": _role_name(role), "decode_cuda_graph_memory_gb": 0}
         asked = f"/pd_role_switch {body['new_role']}"
-        status, text = await self._ask("POST", "/pd_role_switch", body, SWITCH_SECONDS)
+        status, text = await self._ask("POST", "/pd_role_switch", body, SWITCH_SECONDS, OWN_LIMIT_SECONDS)
         answer = _parse_object(text)
         if status != 200 or not answer.get("success"):
             message = str(answer.get("message", ""))
@@ -182,7 +184,7 @@ class SGLangEngine:
         }
         loop = asyncio.get_running_loop()
         deadline = loop.time() + ABORT_SECONDS
-        status, text = await self._ask("POST", "/update_weights_from_disk", body, UPDATE_SECONDS)
+        status, text = await self._ask("POST", "/update_weights_from_disk", body, UPDATE_SECONDS, OWN_LIMIT_SECONDS)
         # SGLang may load the weights before the last request that it aborts has ended, and then keeps the KV of the old ones.
         while status != 200 and "requests are still running" in text and loop.time() < deadline:
             await asyncio.sleep(ABORT_POLL_SECONDS)
@@ -210,7 +212,20 @@ class SGLangEngine:
             self._session = aiohttp.ClientSession(connector=connector)
         return self._session
 
-    async def _ask(self, method: str, path: str, body: dict[str, Any] | None, seconds: float) -> tuple[int, str]:
+    async def _ask(
+        self, method: str, path: str, body: dict[str, Any] | None, seconds: float, patience: float = 0.0
+    ) -> tuple[int, str]:
+        """For `patience` seconds it tries again where this process could not ask (`OwnLimit`): nothing was asked then."""
+        deadline = asyncio.get_running_loop().time() + patience
+        while True:
+            try:
+                return await self._ask_once(method, path, body, seconds)
+            except OwnLimit:
+                if asyncio.get_running_loop().time() >= deadline:
+                    raise
+            await asyncio.sleep(OWN_LIMIT_POLL)
+
+    async def _ask_once(self, method: str, path: str, body: dict[str, Any] | None, seconds: float) -> tuple[int, str]:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         try:
             async with self._http().request(method, self._url + path, json=body, timeout=timeout) as response:
@@ -223,8 +238,8 @@ class SGLangEngine:
         if status != 200:
             raise _refusal(self._name, path, status, text)
 
-    async def _get(self, path: str) -> dict[str, Any]:
-        status, text = await self._ask("GET", path, None, CONTROL_SECONDS)
+    async def _get(self, path: str, patience: float = 0.0) -> dict[str, Any]:
+        status, text = await self._ask("GET", path, None, CONTROL_SECONDS, patience)
         if status != 200:
             raise _refusal(self._name, path, status, text)
         return _parse_object(text)
@@ -385,7 +400,13 @@ def _parse_load(answer: dict[str, Any]) -> Load:
         waiting=waiting,
         used_tokens=sum(rank["num_used_tokens"] for rank in ranks),
         max_tokens=sum(rank["max_total_num_tokens"] for rank in ranks),
+        stamp=min((float(rank["timestamp"]) for rank in ranks), default=None) if _stamped(ranks) else None,
     )
+
+
+def _stamped(ranks: list[dict[str, Any]]) -> bool:
+    """SGLang's schedulers say when each wrote its load, also those that have nothing to do."""
+    return all("timestamp" in rank for rank in ranks)
 
 
 def _role_name(role: Role) -> str:
