@@ -188,8 +188,8 @@ MUTATIONS = (
         6,
         "the health watch buries nobody",
         "cluster/manager.py",
-        "if failed >= self._health.checks and",
-        "if False and failed >= self._health.checks and",
+        "if failed >= self._health.checks:",
+        "if False and failed >= self._health.checks:",
         MANAGER,
     ),
     mutation(

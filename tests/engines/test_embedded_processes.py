@@ -416,15 +416,46 @@ def test_engines_go_on_when_the_store_dies(checkpoint: Path, tmp_path: Path) -> 
             a, b = await start(launcher, Role.PREFILL, Role.DECODE)
             before = await disaggregated(a, b, prompt(100), greedy(30))
             assert launcher._store is not None
-            os.kill((await launcher._store).process.pid, signal.SIGKILL)
+            os.kill(launcher._store.process.pid, signal.SIGKILL)
             asked = request(prompt(100), greedy(1500), a)
             live = asyncio.gather(read(a, asked), read(b, asked))
             after = await disaggregated(a, b, prompt(100), greedy(30))
             assert after.tokens == before.tokens
             await b.abort(asked.rid)
             assert (await live)[1].finish is FinishReason.ABORT
-            async with aiohttp.ClientSession() as session, session.get(f"{a.url}/v1/loads") as response:
-                assert (await response.json())["loads"][0]["kv_store"]["connected"] is False
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_store_that_dies_or_hangs_is_started_again_and_engines_find_it(
+    number: signal.Signals, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prorsa.engines.launcher.STORE_CHECK_SECONDS", 0.5)
+
+    async def main() -> None:
+        async with launching(checkpoint, tmp_path) as launcher:
+            a, b = await start(launcher, Role.PREFILL, Role.DECODE)
+            before = await disaggregated(a, b, prompt(100), greedy(30))
+            assert launcher._store is not None
+            former = launcher._store.process.pid
+            os.kill(former, number)
+            # Nobody waits for it.
+            assert (await disaggregated(a, b, prompt(100), greedy(30))).tokens == before.tokens
+            async with asyncio.timeout(60):
+                while launcher._store.process.pid == former or not (await connected(a) and await connected(b)):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            other = prompt(200)[100:]
+            first = await disaggregated(a, b, other, greedy(30))
+            await until_idle(a, b)
+            c = await launcher.start("c", Role.PREFILL)
+            again = await disaggregated(c, b, other, greedy(30))
+            assert again.tokens == first.tokens
+            assert again.cached_tokens >= 80
+
+    async def connected(engine: SGLangEngine) -> bool:
+        async with aiohttp.ClientSession() as session, session.get(f"{engine.url}/v1/loads") as response:
+            return bool((await response.json())["loads"][0]["kv_store"]["connected"])
 
     asyncio.run(main())
 

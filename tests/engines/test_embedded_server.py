@@ -25,7 +25,7 @@ async def serving(checkpoint: Path, blocks: Blocks) -> AsyncIterator[SGLangEngin
     loop = asyncio.get_running_loop()
     store = await loop.create_server(lambda: StoreConnection(blocks), "127.0.0.1", 0)
     core = EngineCore(str(checkpoint), Role.MIXED, kv_tokens=2048, block_tokens=BLOCK_TOKENS)
-    client = await StoreClient.connect("127.0.0.1", store.sockets[0].getsockname()[1], core.block_nbytes)
+    client = await StoreClient.connected_to("127.0.0.1", store.sockets[0].getsockname()[1], core.block_nbytes)
     server = EngineServer(core, 16, client)
     runner = web.AppRunner(server.application(), handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()

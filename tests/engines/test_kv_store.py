@@ -59,7 +59,7 @@ def with_store(test: Callable[[StoreClient, int], Awaitable[None]], capacity: in
         blocks = Blocks(capacity)
         server = await asyncio.get_running_loop().create_server(lambda: StoreConnection(blocks), "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        client = await StoreClient.connect("127.0.0.1", port, SIZE)
+        client = await StoreClient.connected_to("127.0.0.1", port, SIZE)
         async with asyncio.timeout(20):
             await test(client, port)
         client.close()
@@ -73,7 +73,7 @@ def test_what_one_engine_stores_another_fetches() -> None:
         for number in range(5):
             assert client.put(7, key(number), block(number))
         await client.flush()
-        other = await StoreClient.connect("127.0.0.1", port, SIZE)
+        other = await StoreClient.connected_to("127.0.0.1", port, SIZE)
         assert await other.fetch([key(n) for n in (0, 1, 2, 99, 3)]) == [block(0), block(1), block(2)]
         assert await other.fetch([key(99)]) == []
         assert (client.stored_blocks, other.fetched_blocks) == (5, 3)
@@ -87,12 +87,23 @@ def test_what_one_engine_stores_another_fetches() -> None:
     with_store(test)
 
 
+async def met(server: socket.socket) -> tuple[StoreClient, socket.socket]:
+    """A client of a store that answers it once and then neither reads nor writes."""
+    server.setblocking(False)
+    loop = asyncio.get_running_loop()
+    client = asyncio.create_task(StoreClient.connected_to("127.0.0.1", server.getsockname()[1], SIZE))
+    peer, _ = await loop.sock_accept(server)
+    await loop.sock_recv(peer, 8)
+    await loop.sock_sendall(peer, struct.pack("<B3xI", 5, 0))
+    return await client, peer
+
+
 def test_a_store_that_cannot_keep_up_loses_writes_and_holds_nobody_up() -> None:
     """A server that never reads."""
 
     async def main() -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            client = await StoreClient.connect("127.0.0.1", server.getsockname()[1], SIZE)
+            client, peer = await met(server)
             big = bytes(1 << 20)
             stored = [client.put(0, key(number), big) for number in range(80)]
             assert stored[0]
@@ -100,6 +111,7 @@ def test_a_store_that_cannot_keep_up_loses_writes_and_holds_nobody_up() -> None:
             assert client.dropped_blocks == stored.count(False) > 0
             assert client.unsent < kv_store.BACKLOG_BYTES + 2 * len(big)
             client.close()
+            peer.close()
 
     asyncio.run(main())
 
@@ -109,9 +121,55 @@ def test_a_store_that_does_not_answer_is_given_up_after_a_bound(monkeypatch: pyt
 
     async def main() -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            client = await StoreClient.connect("127.0.0.1", server.getsockname()[1], SIZE)
+            client, peer = await met(server)
+            assert await client.fetch([key(1)]) == []
+            # It is not waited for a second time.
+            assert not client.connected
             assert await client.fetch([key(1)]) == []
             client.close()
+            peer.close()
+
+    asyncio.run(main())
+
+
+def test_a_store_that_takes_connections_and_does_not_answer_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_store, "FLUSH_SECONDS", 0.05)
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(TimeoutError):
+            await StoreClient.connected_to("127.0.0.1", server.getsockname()[1], SIZE)
+
+    asyncio.run(main())
+
+
+def test_a_client_finds_the_store_that_comes_after_one_that_is_gone() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        connections: list[StoreConnection] = []
+
+        def connection() -> StoreConnection:
+            connections.append(StoreConnection(Blocks(100)))
+            return connections[-1]
+
+        server = await loop.create_server(connection, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        client = await StoreClient.connected_to("127.0.0.1", port, SIZE)
+        keeping = asyncio.create_task(client.keep_connected("127.0.0.1", port))
+        server.close()
+        connections[0].close()
+        async with asyncio.timeout(20):
+            while client.connected:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert await client.fetch([key(1)]) == []
+            server = await loop.create_server(connection, "127.0.0.1", port)
+            while not client.connected:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            client.put(0, key(1), block(1))
+            await client.flush()
+            assert await client.fetch([key(1)]) == [block(1)]
+        keeping.cancel()
+        client.close()
+        server.close()
 
     asyncio.run(main())
 

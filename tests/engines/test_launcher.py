@@ -27,7 +27,7 @@ async def main():
     launcher = EmbeddedLauncher(sys.argv[1], kv_tokens=1024, block_tokens=16, prefill_chunk=64, max_running=4, max_waiting=4,
                                 kv_store_tokens=1024, log_dir=Path(sys.argv[2]))
     engines = await asyncio.gather(launcher.start("a", Role.PREFILL), launcher.start("b", Role.DECODE))
-    store = (await launcher._store)
+    store = launcher._store
     print(json.dumps({
         "pids": [launcher.pid("a"), launcher.pid("b"), store.process.pid],
         "ports": [engine.bootstrap_port for engine in engines] + [int(engine.url.rpartition(":")[2]) for engine in engines]

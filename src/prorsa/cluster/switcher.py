@@ -27,7 +27,7 @@ from prorsa.cluster.flips import Change, added, can_flip, changes_in_place, miss
 from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.observers import Flip
 from prorsa.cluster.router import Router
-from prorsa.engines.protocol import Engine, EngineBusy, EngineError, Role
+from prorsa.engines.protocol import Engine, EngineBusy, EngineError, Load, OwnLimit, Role
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Restarter(Protocol):
     """Who owns the engine processes."""
 
     async def restart(self, name: str, role: Role) -> Engine:
-        """Stop whatever is left of the instance and start it anew. Raises `EngineError`."""
+        """End whatever is left of the instance, at once, and start it anew. Raises `EngineError` or `OSError`."""
         ...
 
 
@@ -215,6 +215,8 @@ class RoleSwitcher:
     async def _join(self, instance: Instance, role: Role) -> None:
         """Check a restarted instance, give it the current weights and route it."""
         await self._fit(instance, role)
+        if self._canary is not None:
+            await self._canary.send(instance, role)
         instance.lose_cache()
         self._fleet.move(instance, InstanceState.ROUTED, role)
 
@@ -369,10 +371,17 @@ class RoleSwitcher:
     async def _wait_idle(self, instance: Instance) -> None:
         try:
             async with asyncio.timeout(self._limits.idle_timeout):
-                while not (await instance.engine.load()).idle:  # noqa: ASYNC110
+                while (load := await self._load(instance)) is None or not load.idle:  # noqa: ASYNC110
                     await asyncio.sleep(self._limits.idle_poll)
         except TimeoutError:
             raise TimeoutError(f"instance {instance.name} was not idle after {self._limits.idle_timeout} s") from None
+
+    async def _load(self, instance: Instance) -> Load | None:
+        """None while this process cannot ask."""
+        try:
+            return await instance.engine.load()
+        except OwnLimit:
+            return None
 
     async def _become(self, instance: Instance, role: Role) -> None:
         try:

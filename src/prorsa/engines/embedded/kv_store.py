@@ -25,6 +25,8 @@ VERSION = struct.Struct("<q")
 FETCH_SECONDS = 1.0
 """How long a prefill waits for stored blocks before it computes them."""
 FLUSH_SECONDS = 2.0
+RECONNECT_PAUSE, MAX_RECONNECT_PAUSE = 0.1, 5.0
+"""Seconds until a store that was not found is looked for again: the first pause, which doubles, and the last."""
 BACKLOG_BYTES = 64 << 20
 """Writes beyond this much unsent data are dropped: losing reuse is better than holding up decode."""
 
@@ -105,24 +107,53 @@ class StoreConnection(FrameProtocol):
 
 
 class StoreClient(FrameProtocol):
-    """An engine's end. Answers come in the order of the questions; a connection that is lost stays lost."""
+    """An engine's end. Answers come in the order of the questions.
+
+    A store that is gone or leaves a question unanswered is done without; `keep_connected` finds the next one.
+    """
 
     def __init__(self, block_nbytes: int) -> None:
         super().__init__()
         self._block_nbytes = block_nbytes
-        self._answers: deque[asyncio.Future[list[bytes]]] = deque()
-        self._connected = True
+        self._answers: deque[asyncio.Future[list[bytes] | None]] = deque()
+        self._connected = False
+        self._lost = asyncio.Event()
+        self._lost.set()
         self.stored_blocks = 0
         self.dropped_blocks = 0
         """Writes that the store was too slow for."""
         self.fetched_blocks = 0
 
     @classmethod
-    async def connect(cls, host: str, port: int, block_nbytes: int) -> StoreClient:
-        """Raises `OSError`."""
-        loop = asyncio.get_running_loop()
-        _, client = await loop.create_connection(lambda: cls(block_nbytes), host, port)
+    async def connected_to(cls, host: str, port: int, block_nbytes: int) -> StoreClient:
+        """Raises `OSError`, a `TimeoutError` where the store does not answer."""
+        client = cls(block_nbytes)
+        await client.connect(host, port)
         return client
+
+    async def connect(self, host: str, port: int) -> None:
+        """Connect, where it is not connected. Raises `OSError`, a `TimeoutError` where the store does not answer: the system
+        takes connections for a process that hangs."""
+        async with asyncio.timeout(FLUSH_SECONDS):
+            await asyncio.get_running_loop().create_connection(lambda: self, host, port)
+        self._lost.clear()
+        if await self._exchange(Frame.FLUSH, (), FLUSH_SECONDS) is None:
+            raise TimeoutError("the KV store takes connections but does not answer")
+        self._connected = True
+
+    async def keep_connected(self, host: str, port: int) -> None:
+        """For ever: connect again, with growing pauses, whenever the connection is lost."""
+        pause = RECONNECT_PAUSE
+        while True:
+            await self._lost.wait()
+            try:
+                await self.connect(host, port)
+                log.info("connected to the KV store at %s:%d", host, port)
+                pause = RECONNECT_PAUSE
+            except OSError as error:
+                log.debug("no KV store at %s:%d: %r", host, port, error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, MAX_RECONNECT_PAUSE)
 
     @property
     def connected(self) -> bool:
@@ -152,17 +183,20 @@ class StoreClient(FrameProtocol):
         self.send(Frame.VERSION, VERSION.pack(version))
 
     async def _ask(self, kind: Frame, parts: Sequence[bytes], seconds: float) -> list[bytes]:
-        if not self._connected:
-            return []
-        answer: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+        return (await self._exchange(kind, parts, seconds) or []) if self._connected else []
+
+    async def _exchange(self, kind: Frame, parts: Sequence[bytes], seconds: float) -> list[bytes] | None:
+        """None where the connection is lost, or the store did not answer, which ends the connection."""
+        answer: asyncio.Future[list[bytes] | None] = asyncio.get_running_loop().create_future()
         self._answers.append(answer)
         self.send(kind, *parts)
         try:
             async with asyncio.timeout(seconds):
                 return await answer
         except TimeoutError:
-            log.warning("the KV store did not answer %s within %g s; going on without", kind.name, seconds)
-            return []
+            self._fail(f"it did not answer {kind.name} within {seconds:g} s")
+            await self._lost.wait()
+            return None
 
     def frame_received(self, kind: int, payload: memoryview) -> None:
         if kind not in (Frame.FETCHED, Frame.FLUSHED) or not self._answers or len(payload) % self._block_nbytes:
@@ -181,8 +215,9 @@ class StoreClient(FrameProtocol):
         self._connected = False
         for answer in self._answers:
             if not answer.done():
-                answer.set_result([])
+                answer.set_result(None)
         self._answers.clear()
+        self._lost.set()
 
 
 def _cut(payload: memoryview, at: int) -> tuple[bytes, bytes]:

@@ -16,7 +16,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -347,6 +348,7 @@ class EngineServer:
             "num_waiting_reqs": self._unfinished() - load.running,
             "num_used_tokens": load.used_tokens,
             "max_total_num_tokens": load.max_tokens,
+            "timestamp": time.time(),  # whoever answers steps the core: to answer is to live
             "disaggregation": {"mode": role_name(self._core.role)},
         }
         if self._store is not None:
@@ -393,7 +395,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         max_waiting=arguments.max_waiting,
         weights_version=arguments.weights_version,
     )
-    store = await _connect_store(arguments.kv_store, core.block_nbytes)
+    store, keep_connected = await _connect_store(arguments.kv_store, core.block_nbytes)
     server = EngineServer(core, arguments.max_waiting, store)
     runner = web.AppRunner(
         server.application(),
@@ -406,7 +408,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     await web.TCPSite(runner, arguments.host, arguments.port).start()
     bootstrap_port = await server.listen_bootstrap(arguments.host, arguments.bootstrap_port)
     announce(port=runner.addresses[0][1], bootstrap_port=bootstrap_port)
-    await _first(server.run(), stop.wait())
+    await _first(server.run(), stop.wait(), *keep_connected)
     server.close()
     await runner.cleanup()
 
@@ -421,15 +423,19 @@ async def _first(*coroutines: Awaitable[Any]) -> None:
         task.result()
 
 
-async def _connect_store(address: str | None, block_nbytes: int) -> StoreClient | None:
+async def _connect_store(
+    address: str | None, block_nbytes: int
+) -> tuple[StoreClient | None, list[Coroutine[Any, Any, None]]]:
+    """And what keeps it connected, for ever."""
     if address is None:
-        return None
+        return None, []
     host, _, port = address.rpartition(":")
+    store = StoreClient(block_nbytes)
     try:
-        return await StoreClient.connect(host, int(port), block_nbytes)
+        await store.connect(host, int(port))
     except OSError as error:
         log.warning("the KV store at %s does not answer (%s); going on without it", address, error)
-        return None
+    return store, [store.keep_connected(host, int(port))]
 
 
 def main() -> None:

@@ -84,11 +84,22 @@ class Keeper:
                     if name == command["name"] and pid not in self._kill_at:
                         os.kill(pid, signal.SIGTERM)
                         self._kill_at[pid] = time.monotonic() + STOP_SECONDS
+            case "kill":
+                for pid, name in self._children.items():
+                    if name == command["name"]:
+                        _kill_group(pid)
 
     def _start(self, command: dict[str, Any], spawn: Spawn) -> None:
-        log = os.open(command["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        pid = spawn(command["arguments"], command["environment"], log)
-        os.close(log)
+        """What does not start costs the others nothing."""
+        try:
+            log = os.open(command["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                pid = spawn(command["arguments"], command["environment"], log)
+            finally:
+                os.close(log)
+        except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+            self._tell({"event": "failed", "name": command["name"], "reason": repr(error)})
+            return
         self._children[pid] = command["name"]
         self._tell({"event": "started", "name": command["name"], "pid": pid})
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from prorsa.engines.launcher import log_tail
-from prorsa.engines.protocol import SPLIT_ROLES, EngineError, EngineGone, Role
+from prorsa.engines.protocol import SPLIT_ROLES, EngineError, EngineGone, OwnLimit, Role
 from prorsa.engines.sglang import SGLangEngine
 from prorsa.engines.sglang_server.flags import HOST, EngineFlags, Mooncake
 
@@ -30,6 +30,8 @@ HEALTH_POLL_SECONDS = 0.5
 PROGRESS_SECONDS = 15.0
 """How often a start that takes long is reported."""
 KEEPER_STOP_SECONDS = 10.0
+RESTART_PAUSE, MAX_RESTART_PAUSE = 1.0, 60.0
+"""Seconds until a program of the KV store that did not start is tried again: the first pause, which doubles, and the last."""
 LOWEST_PORT = 20000
 STANDINS = Path(__file__).parent / "cpu_standins"
 NVIDIA = Path("/dev/nvidiactl")
@@ -46,7 +48,11 @@ class _Child:
     """That are its own."""
     pid: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     ended: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Its exit status."""
+    """Its exit status; -1 where it could not be started."""
+    reason: str = ""
+    """Why it could not be."""
+    keeper: _Keeper | None = None
+    """Whose child it is."""
     engine: SGLangEngine | None = None
 
 
@@ -95,12 +101,13 @@ class SGLangLauncher:
             raise EngineError(f"engine {name}: is running already; stop it first")
         gpus = self._free_gpus(name, role)
         child = self._engines[name] = _Child(self._log_dir / f"{name}.log", gpus)
-        port, bootstrap_port = self._free_port(), self._free_port()
         try:
+            port, bootstrap_port = self._free_port(), self._free_port()
             keeper = await self._running_keeper()
             environment = {"CUDA_VISIBLE_DEVICES": _devices(gpus)} if self._flags.device == "cuda" else {}
             # Left to itself SGLang takes one that was free a moment ago, and so may the engine beside it.
             group_port = f"--nccl-port={self._free_port()}"
+            child.keeper = keeper
             keeper.start(name, child, [group_port, *self._flags.of_engine(role, port, bootstrap_port)], environment)
             roles = self.roles if role in self.roles else frozenset({role})
             engine = child.engine = SGLangEngine(name, f"http://{HOST}:{port}", HOST, bootstrap_port, roles=roles)
@@ -113,17 +120,24 @@ class SGLangLauncher:
     async def stop(self, name: str) -> None:
         """End an engine; harmless when it is dead already. KeyError when there was none of that name."""
         child = self._engines[name]
+        await self._end(name, child, "stop")
+
+    async def _end(self, name: str, child: _Child, do: str) -> None:
         if child.engine is not None:
             await child.engine.close()
-            await (await self._running_keeper()).stop(name)
+        if child.keeper is not None:
+            await child.keeper.stop(name, do)
         # Until now it had its GPUs.
         self._engines.pop(name, None)
 
     async def restart(self, name: str, role: Role) -> SGLangEngine:
-        """A new process under the old name, whether the old one lives, is dead or never started. It has the weights that
-        the launcher was made with: update them if newer ones are in use."""
+        """A new process under the old name, whether the old one lives, hangs, is dead or never started. It has the weights
+        that the launcher was made with: update them if newer ones are in use.
+
+        The old one is killed: one that hung and woke would still write KV into memory that others have by now.
+        """
         if name in self._engines:
-            await self.stop(name)
+            await self._end(name, self._engines[name], "kill")
         return await self.start(name, role)
 
     async def close(self) -> None:
@@ -148,8 +162,14 @@ class SGLangLauncher:
         return {**self._engines, **self._programs}[name].pid.result()
 
     async def _running_keeper(self) -> _Keeper:
+        """Started anew where it did not start or has ended; its children ended with it."""
+        if self._keeper is not None and _is_over(self._keeper):
+            self._keeper = None
+            for watch in self._watches:
+                watch.cancel()
+            self._watches.clear()
         if self._keeper is None:
-            if self._kv_store_dir is not None:
+            if self._kv_store_dir is not None and not isinstance(self._flags.kv_store, str):
                 self._kv_store_dir.mkdir(parents=True, exist_ok=True)
                 self._flags = replace(self._flags, kv_store=tempfile.mkdtemp(prefix="kv-", dir=self._kv_store_dir))
             self._keeper = asyncio.create_task(self._start_keeper())
@@ -203,11 +223,20 @@ class SGLangLauncher:
             return child
 
         async def watch(child: _Child) -> None:
-            while True:
+            pause = RESTART_PAUSE
+            while not keeper.ended:
                 await asyncio.wait([child.ended])
                 status = child.ended.result()
                 logger.error("%s: ended with status %d and is started again; see %s", program, status, child.log)
-                child = await start()
+                try:
+                    child = await start()
+                    pause = RESTART_PAUSE
+                except EngineError as error:
+                    logger.error("%s: not started, again in %.0f s: %s", program, pause, error)
+                    await keeper.stop(program)
+                    child = self._programs[program]
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, MAX_RESTART_PAUSE)
 
         self._watches.append(asyncio.create_task(watch(await start()), name=f"watch over {program}"))
 
@@ -217,6 +246,8 @@ class SGLangLauncher:
         while not await serves():
             await asyncio.wait([child.ended], timeout=HEALTH_POLL_SECONDS)
             if child.ended.done():
+                if child.reason:
+                    raise EngineError(f"{what}: could not be started: {child.reason}")
                 raise EngineError(
                     f"{what}: ended with status {child.ended.result()} before it served; {child.log} ends with:\n"
                     f"{log_tail(child.log)}"
@@ -274,11 +305,15 @@ class _Keeper:
         self._children[name] = child
         self._order(do=do, name=name, arguments=arguments, environment=environment, log=str(child.log.absolute()))
 
-    async def stop(self, name: str) -> None:
-        """End a child, unless it has ended."""
+    @property
+    def ended(self) -> bool:
+        return self._listening.done()
+
+    async def stop(self, name: str, do: str = "stop") -> None:
+        """End a child, unless it has ended; `kill` gives it no time."""
         ended = self._children[name].ended
         if not ended.done():
-            self._order(do="stop", name=name)
+            self._order(do=do, name=name)
             await asyncio.wait([ended])
 
     async def close(self) -> None:
@@ -304,6 +339,9 @@ class _Keeper:
             child = self._children[event["name"]]
             if event["event"] == "started":
                 child.pid.set_result(event["pid"])
+            elif event["event"] == "failed":
+                child.reason = event["reason"]
+                child.ended.set_result(-1)
             elif not child.ended.done():
                 child.ended.set_result(event["status"])
         for child in self._children.values():
@@ -311,23 +349,33 @@ class _Keeper:
                 child.ended.set_result(-9)
 
 
+def _is_over(keeper: asyncio.Task[_Keeper]) -> bool:
+    if not keeper.done():
+        return False
+    return keeper.cancelled() or keeper.exception() is not None or keeper.result().ended
+
+
 async def _start_keeper(python: str, device: str, log_dir: Path) -> _Keeper:
     log_dir.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
     log_path = log_dir / "sglang-keeper.log"
     # SGLang leaves temporary files behind; in a directory of their own they go when the engines do.
     directory = tempfile.mkdtemp(prefix="prorsa-")
-    with log_path.open("ab") as log:
-        process = await asyncio.create_subprocess_exec(
-            python,
-            "-m",
-            "prorsa.engines.sglang_server.keeper",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=log,
-            env={**os.environ, **_environment(device), "TMPDIR": directory},
-            # A Ctrl-C at the terminal is for the parent, which ends its children in order.
-            start_new_session=True,
-        )
+    try:
+        with log_path.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                python,
+                "-m",
+                "prorsa.engines.sglang_server.keeper",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **_environment(device), "TMPDIR": directory},
+                # A Ctrl-C at the terminal is for the parent, which ends its children in order.
+                start_new_session=True,
+            )
+    except OSError as error:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise EngineError(f"SGLang in {python}: its keeper could not be started: {error}") from error
     assert process.stdout is not None
     try:
         told = await process.stdout.readline()
@@ -378,7 +426,7 @@ def _devices(gpus: Sequence[int]) -> str:
 async def _serves(engine: SGLangEngine) -> bool:
     try:
         await engine.info()
-    except EngineGone:
+    except (EngineGone, OwnLimit):
         return False
     return True
 
