@@ -227,8 +227,8 @@ def build_control(
         relaunches=relaunches,
         observers=observers,
         limits=Limits(decode_slots=config.cluster.max_running, decode_headroom=config.sampling.max_new_tokens),
-        health_limits=HealthLimits(hang=config.cluster.hang_timeout, restart_attempts=config.cluster.restart_attempts),
         switch_limits=SwitchLimits(canary_timeout=CANARY_SECONDS if config.cluster.engine == "sglang" else None),
+        health_limits=HealthLimits.within(config.cluster.hang_timeout, config.cluster.restart_within),
     )
 
 

@@ -90,13 +90,14 @@ class Cluster(Section):
     """Requests that an engine decodes at once."""
     max_waiting: Positive = 256
     """Bound of an engine's queue; beyond it the engine refuses."""
-    hang_timeout: Seconds = 60.0
-    """An SGLang engine whose scheduler has not moved for so long is restarted, however well it answers. Set it above what the
-    first batch takes where kernels are compiled then."""
-    restart_attempts: Positive | None = None
-    """Failed restarts in a row after which an instance is given up; null tries for ever, with pauses of up to a minute."""
     kv_store_tokens: int = Field(default=65536, ge=0)
     """Capacity of the KV store outside the instances, tokens; 0 runs without one."""
+    hang_timeout: Seconds = 30.0
+    """An engine that shows no progress for so long is taken for hung and started again, seconds. Requests that wait in its
+    queue are progress enough while its scheduler runs. Set it above what one step takes, and the first one where kernels are
+    compiled then."""
+    restart_within: Seconds = 86400.0
+    """How long the restart of a dead engine is tried again and again, seconds. Then the engine is given up for this run."""
 
     @property
     def budget(self) -> int:

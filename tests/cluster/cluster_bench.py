@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -148,7 +149,7 @@ class Bench:
         policy: Policy | None = None,
         forecaster: Forecaster | None = None,
         canary_timeout: float | None = None,
-        restart_attempts: int | None = None,
+        restart_within: float = math.inf,
         **engine: Any,
     ) -> None:
         self.world = World()
@@ -170,7 +171,7 @@ class Bench:
             observers=[self.notes],
             limits=Limits(cancel_timeout=1.0, stall_timeout=20.0),
             switch_limits=SwitchLimits(idle_timeout=3.0, flip_timeout=5.0, canary_timeout=canary_timeout),
-            health_limits=HealthLimits(interval=1.0, timeout=2.0, restart_attempts=restart_attempts),
+            health_limits=HealthLimits(interval=1.0, timeout=2.0, hang_timeout=10.0, restart_within=restart_within),
         )
         self.world.given_up = lambda name: self.control.fleet[name].state is InstanceState.DEAD
 

@@ -24,6 +24,7 @@ from prorsa.engines.protocol import (
     Load,
     Role,
     SamplingParams,
+    Shortage,
     in_place,
 )
 
@@ -182,8 +183,13 @@ class FakeEngine:
         """Gives garbage from a decode that is aborted before its KV cache arrived."""
         self.finish_apart = False
         """Gives the last token and the finish in separate chunks, `token_s` apart."""
-        self.tells_stamps = self.stands_still = False
         self.healthy_s = 0.0
+        self.tells = False
+        """Whether its load has a mark, which moves with time until it is hung."""
+        self.room: asyncio.Event | None = None
+        """What decodes of the trajectory "waiting" wait for."""
+        self.shortages = 0
+        """How many more questions our own process cannot ask it."""
         self.closed = False
 
     # The stream.
@@ -239,6 +245,8 @@ class FakeEngine:
         elif await self._interrupted(leg, self.prefill_s):
             yield self._abort_chunk()
             return
+        if self.room is not None and request.rid.startswith("waiting"):
+            await self.room.wait()
         model, late = Model(request.input_ids), self.late_tokens
         for index in range(request.sampling.max_new_tokens):
             if (index > 0 or self.hung) and await self._interrupted(leg, self.token_s):
@@ -283,16 +291,11 @@ class FakeEngine:
             if (rid is None or leg.rid == rid) and not leg.interrupt.done():
                 leg.interrupt.set_result(None)
 
-    @property
-    def stamp(self) -> float | None:
-        """Of its scheduler: it moves on unless it `stands_still`, and is told where it `tells_stamps`."""
-        if not self.tells_stamps:
-            return None
-        return 1.0 if self.stands_still else asyncio.get_running_loop().time()
-
     async def load(self) -> Load:
         self._answer()
-        return Load(len(self.legs), 0, 0, self.capacity, self.stamp)
+        mark = (0.0 if self.hung else asyncio.get_running_loop().time()) if self.tells else None
+        waiting = sum(rid.startswith("waiting") for rid in self.legs) if self.room is not None else 0
+        return Load(len(self.legs) - waiting, waiting, 0, self.capacity, mark)
 
     async def info(self) -> EngineInfo:
         self._answer()
@@ -333,6 +336,7 @@ class FakeEngine:
         self.version = version
 
     async def healthy(self) -> bool:
+        self._ask()
         await asyncio.sleep(self.healthy_s)
         return not self.dead
 
@@ -348,7 +352,13 @@ class FakeEngine:
             if not leg.interrupt.done():
                 leg.interrupt.set_exception(Broken())
 
+    def _ask(self) -> None:
+        if self.shortages > 0:
+            self.shortages -= 1
+            raise Shortage(f"engine {self.name}: this process cannot connect now")
+
     def _answer(self) -> None:
+        self._ask()
         if self.dead:
             raise EngineGone(f"engine {self.name}: no answer")
 
@@ -361,15 +371,18 @@ class FakeRestarter:
         self.engine = engine
         self.seconds = 2.0
         self.failures = 0
-        self.failure: type[Exception] = EngineError
+        self.errors: list[Exception] = []
+        """What the next restarts meet."""
         self.restarted: list[tuple[str, Role]] = []
         self.engines: dict[str, FakeEngine] = {}
 
     async def restart(self, name: str, role: Role) -> FakeEngine:
         await asyncio.sleep(self.seconds)
+        if self.errors:
+            raise self.errors.pop(0)
         if self.failures > 0:
             self.failures -= 1
-            raise self.failure(f"engine {name}: did not come up")
+            raise EngineError(f"engine {name}: did not come up")
         self.restarted.append((name, role))
         self.engines[name] = FakeEngine(name, self.world, role, **self.engine)
         return self.engines[name]

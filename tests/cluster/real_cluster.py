@@ -45,7 +45,7 @@ async def cluster(checkpoint: Path, log_dir: Path) -> AsyncIterator[tuple[Contro
             speed=PrefillSpeed(1000.0),
             horizon=0.5,
             restarter=launcher,
-            health_limits=HealthLimits(interval=0.3),
+            health_limits=HealthLimits(interval=0.3, timeout=1.0),
         )
         await control.start()
         try:

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from cluster_bench import Bench, in_virtual_time, until
+from fake_engine import FakeEngine, World
 
 from prorsa.allocation import Adaptive, Allocation, Colocated, Handling, Moment, Policy, Situation, Static
 from prorsa.cluster.instances import InstanceState
 from prorsa.cluster.observers import replay
+from prorsa.cluster.progress import ProgressWatch
 from prorsa.engines.protocol import EngineError, Role
 from prorsa.forecast import Forecast, LifecycleForecaster
 from prorsa.lifecycle import Snapshot, State, Transition
@@ -174,6 +177,129 @@ async def test_a_slow_answer_now_and_then_is_no_death() -> None:
             bench.engine("e2").healthy_s = 0.0
             await asyncio.sleep(3.5)
         assert bench.restarter.restarted == []
+
+
+@pytest.mark.parametrize("name", ["e0", "e1", "e2"])
+@in_virtual_time
+async def test_an_instance_that_answers_and_does_not_move_is_restarted_and_no_turn_notices(name: str) -> None:
+    """Checks every second; what has not moved for 10 s hangs, busy or idle. The requests on it are not silent for 20 s."""
+    async with Bench("PDD") as bench:
+        for engine in bench.engines.values():
+            engine.tells = True
+        turns = bench.trajectories(4, budget=2000)
+        await asyncio.sleep(3.5)
+        bench.engine(name).hung = True
+        await until(lambda: "." in bench.roles())
+        assert asyncio.get_running_loop().time() == pytest.approx(3.5 + 10.5, abs=1.1)
+        assert "nothing has moved" in (bench.control.fleet[name].problem or "")
+        await until(lambda: bench.roles() == "PDD")
+        assert [restarted for restarted, _ in bench.restarter.restarted] == [name]
+        await asyncio.gather(*turns)
+
+
+@in_virtual_time
+async def test_requests_that_wait_on_an_engine_that_moves_are_no_hang() -> None:
+    """A prefill of 19 s gives nothing for twice the bound."""
+    async with Bench("PD", prefill_s=19.0) as bench:
+        for engine in bench.engines.values():
+            engine.tells = True
+        await bench.trajectory("t")
+        assert bench.restarter.restarted == []
+
+
+@in_virtual_time
+async def test_a_request_that_waits_for_room_while_others_are_served_is_not_silent() -> None:
+    """For five times what would be silence, on a healthy engine."""
+    async with Bench("PD") as bench:
+        engine = bench.engine("e1")
+        engine.tells, engine.room = True, asyncio.Event()
+        waiting = asyncio.create_task(bench.trajectory("waiting"))
+        for number in range(20):
+            await bench.trajectory(f"t{number}", (number, 1), 500)
+            await asyncio.sleep(5.0)
+        assert asyncio.get_running_loop().time() > 100
+        engine.room.set()
+        assert (await waiting).attempts == 1
+        assert bench.restarter.restarted == []
+
+
+@in_virtual_time
+async def test_a_process_that_itself_stood_still_takes_no_engine_for_hung() -> None:
+    """Its marks stood still for an hour, and so did the watch."""
+    engine, watch = FakeEngine("e", World(), Role.DECODE), ProgressWatch(3.0)
+    assert watch.silence(engine, 1.0, 0.0, 10.0) == 0
+    assert watch.silence(engine, 1.0, 0.0, 3610.0) == 3.0
+    assert watch.silence(engine, 1.0, 3611.0, 3612.0) == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, "too many open files"),
+        OSError(errno.ENOSPC, "no space left"),
+        FileNotFoundError("python"),
+        PermissionError("python"),
+        BlockingIOError(errno.EAGAIN, "fork"),
+        MemoryError(),
+        TimeoutError(),
+        EngineError("odd answer"),
+        KeyError("anything"),
+    ],
+    ids=repr,
+)
+@in_virtual_time
+async def test_a_restart_is_tried_again_whatever_it_met(error: Exception) -> None:
+    """Tries of 2 s each, with pauses of 1, 2 and 4 s between them."""
+    async with Bench("PDD") as bench:
+        bench.restarter.errors = [error] * 3
+        bench.engine("e2").die()
+        await until(lambda: bench.roles() == "PD.")
+        died = asyncio.get_running_loop().time()
+        await asyncio.sleep(2.5)
+        assert repr(error) in (bench.control.status().instances[2].problem or "")
+        assert bench.control.health()["problems"].keys() == {"e2"}
+        await until(lambda: bench.roles() == "PDD")
+        assert asyncio.get_running_loop().time() - died == pytest.approx(4 * 2 + 1 + 2 + 4, abs=0.1)
+        assert bench.control.health() == {
+            "can_serve": True,
+            "serving": {"prefill": 1, "decode": 2, "mixed": 0},
+            "problems": {},
+        }
+        assert bench.control.status().errors == ()
+
+
+@in_virtual_time
+async def test_a_restart_that_never_succeeds_is_given_up_by_name() -> None:
+    bench = Bench("PDD", restart_within=60.0)
+    await bench.control.start()
+    bench.restarter.errors = [OSError(errno.EMFILE, "too many open files")] * 1000
+    bench.engine("e1").die()
+    bench.engine("e2").die()
+    await until(lambda: bench.roles() == "P..")
+    assert not bench.control.can_serve
+    await asyncio.sleep(130.0)
+    assert "given up after 60 s" in bench.control.health()["problems"]["e1"]
+    tries = 1000 - len(bench.restarter.errors)
+    await asyncio.sleep(1000.0)
+    assert 1000 - len(bench.restarter.errors) == tries
+    with pytest.raises(ExceptionGroup) as failure:
+        await bench.control.stop()
+    assert {note for error in failure.value.exceptions for note in error.__notes__} == {
+        "(the first failure of: restart of e1)",
+        "(the first failure of: restart of e2)",
+    }
+
+
+@in_virtual_time
+async def test_what_our_own_process_lacks_kills_no_engine() -> None:
+    """Connections fail for a while: requests, aborts and health checks."""
+    async with Bench("PDD") as bench:
+        for engine in bench.engines.values():
+            engine.shortages = 30
+        await asyncio.gather(*bench.trajectories(6))
+        await until(lambda: not any(engine.shortages for engine in bench.engines.values()))
+        assert bench.restarter.restarted == []
+        assert {state for *_, state in bench.notes.instances} == {InstanceState.ROUTED}
 
 
 @in_virtual_time
@@ -386,61 +512,3 @@ async def test_stop_ends_at_once_also_during_a_flip() -> None:
     await bench.control.stop()
     assert asyncio.get_running_loop().time() == pytest.approx(2.0)
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
-
-
-@in_virtual_time
-async def test_an_instance_whose_scheduler_stands_still_is_restarted_though_it_answers() -> None:
-    """It moved last at the check of 5 s, and not at that of 6 s; the bound is 60 s."""
-    async with Bench("PDD") as bench:
-        for engine in bench.engines.values():
-            engine.tells_stamps = True
-        await asyncio.sleep(5.5)
-        bench.engine("e2").stands_still = True
-        await until(lambda: bench.roles() == "PD.")
-        assert asyncio.get_running_loop().time() == pytest.approx(66.0, abs=0.01)
-        await until(lambda: bench.roles() == "PDD")
-        await asyncio.sleep(200.0)
-        assert [name for name, _ in bench.restarter.restarted] == ["e2"], (
-            "idle ones, whose schedulers move, are left alone"
-        )
-
-
-@in_virtual_time
-async def test_a_scheduler_may_stand_still_while_weights_are_loaded() -> None:
-    async with Bench("PD") as bench:
-        for engine in bench.engines.values():
-            engine.tells_stamps = engine.stands_still = True
-        for _ in range(4):
-            await asyncio.sleep(50.0)
-            bench.control.manager.paused = True
-            await asyncio.sleep(20.0)
-            bench.control.manager.paused = False
-        assert bench.restarter.restarted == []
-
-
-@pytest.mark.parametrize("failure", [EngineError, TimeoutError, OSError, FileNotFoundError, ValueError])
-@in_virtual_time
-async def test_whatever_a_restart_meets_it_is_tried_again_until_it_succeeds(failure: type[Exception]) -> None:
-    """Restarts take 2 s, the pauses between them 1, 2, 4, ... s."""
-    async with Bench("PDD") as bench:
-        bench.restarter.failures, bench.restarter.failure = 5, failure
-        bench.control.router.bury(bench.control.fleet["e2"], "test")
-        start = asyncio.get_running_loop().time()
-        await until(lambda: bench.roles() == "PDD")
-        assert asyncio.get_running_loop().time() - start == pytest.approx(2 * 6 + 1 + 2 + 4 + 8 + 16, abs=0.01)
-        assert bench.control.status().given_up == {}
-
-
-@in_virtual_time
-async def test_a_restart_is_given_up_by_name_after_the_bound() -> None:
-    async with Bench("PDD", restart_attempts=3) as bench:
-        bench.restarter.failures, bench.restarter.failure = 99, OSError
-        bench.control.router.bury(bench.control.fleet["e2"], "test")
-        await until(lambda: bool(bench.control.status().given_up))
-        assert bench.restarter.failures == 96
-        (said,) = bench.control.status().given_up.items()
-        assert said[0] == "e2"
-        assert "3 restarts in a row failed" in said[1]
-        assert "did not come up" in said[1]
-        assert bench.control.status().serving == {"prefill": 1, "decode": 1, "mixed": 0}
-        await asyncio.gather(*bench.trajectories(6))

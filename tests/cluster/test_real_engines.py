@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,21 @@ async def deaths(control: ControlPlane, launcher: EmbeddedLauncher) -> None:
     await in_service(control)
 
 
+async def freezes(control: ControlPlane, launcher: EmbeddedLauncher) -> None:
+    """Processes that stand still, and run on for a moment when their instance counts as dead."""
+    for share, role in ((0.1, Role.DECODE), (0.4, Role.PREFILL)):
+        await generated(control, share)
+        victim = max(control.fleet.pool(role), key=lambda instance: instance.load)
+        pid = launcher.pid(victim.name)
+        os.kill(pid, signal.SIGSTOP)
+        async with asyncio.timeout(60.0):
+            while victim.state is InstanceState.ROUTED:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    await in_service(control)
+
+
 async def weight_updates(control: ControlPlane, launcher: EmbeddedLauncher) -> None:
     path = (await control.fleet["e0"].engine.info()).model_path
     for share, version in ((0.2, 1), (0.5, 2)):
@@ -81,7 +97,7 @@ def test_nothing_that_happens_to_engines_changes_a_token(checkpoint: Path, tmp_p
 
     async def main() -> None:
         expected = await tokens(undisturbed)
-        for disturb in (flips, deaths, weight_updates):
+        for disturb in (flips, deaths, freezes, weight_updates):
             assert await tokens(disturb) == expected, disturb.__name__
 
     asyncio.run(main())

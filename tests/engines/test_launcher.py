@@ -127,3 +127,24 @@ def _cpu_ticks(pid: int) -> int:
     """Hundredths of a second."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])
+
+
+def test_an_engine_that_cannot_be_started_is_one_error_and_can_be_started_later(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter is gone for a while, also when the KV store is to start first."""
+
+    async def main() -> None:
+        async with launching(checkpoint, tmp_path) as launcher:
+            with monkeypatch.context() as away:
+                away.setattr(sys, "executable", "/no/such/python")
+                for _ in range(2):
+                    with pytest.raises(EngineError, match=r"could not be started.*No such file"):
+                        await launcher.restart("a", Role.MIXED)
+            engine = await launcher.restart("a", Role.MIXED)
+            assert len((await read(engine, request(prompt(20), greedy(5)))).tokens) == 5
+            os.kill(launcher.pid("a"), signal.SIGSTOP)
+            engine = await launcher.restart("a", Role.MIXED)
+            assert len((await read(engine, request(prompt(20), greedy(5)))).tokens) == 5
+
+    asyncio.run(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -85,3 +86,25 @@ def test_nothing_is_left_when_the_keeper_ends(tmp_path: Path) -> None:
     with keeper(tmp_path / "log") as (process, log):
         pids = [started(process, log, arguments) for arguments in (FAMILY, STUBBORN)]
     assert all(group_is_gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("command", "log_in"), [(["/no/such/program"], "."), (FAMILY, "missing"), ([str(Path(__file__))], ".")]
+)
+def test_what_cannot_be_started_is_told_and_costs_no_other(command: list[str], log_in: str, tmp_path: Path) -> None:
+    with keeper(tmp_path / "log") as (process, log):
+        pid = started(process, log, FAMILY)
+        order(process, do="run", name="b", arguments=command, environment={}, log=str(tmp_path / log_in / "b.log"))
+        event = told(process)
+        assert (event["event"], event["name"]) == ("failed", "b")
+        assert "Error" in str(event["reason"])
+        assert not group_is_gone(pid)
+
+
+def test_what_hangs_is_killed_without_a_wait(tmp_path: Path) -> None:
+    with keeper(tmp_path / "log") as (process, log):
+        pid = started(process, log, STUBBORN)
+        os.killpg(pid, signal.SIGSTOP)
+        order(process, do="kill", name="a")
+        assert told(process) == {"event": "ended", "name": "a", "pid": pid, "status": -9}
+        assert group_is_gone(pid)

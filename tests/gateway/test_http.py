@@ -16,7 +16,8 @@ import aiohttp
 import pytest
 from gateway_bench import END, LETTERS, MODEL, PYTHON, TOKEN, TOKENIZER, babble, bench, saying, until
 
-from prorsa.engines.protocol import EngineGone, EngineInfo, FinishReason, GenerateRequest, SamplingParams
+from prorsa.cluster.instances import InstanceState
+from prorsa.engines.protocol import EngineGone, EngineInfo, FinishReason, GenerateRequest, Role, SamplingParams
 from prorsa.engines.sglang import SGLangEngine
 from prorsa.gateway.client import EventRefused, Trajectory
 from prorsa.gateway.output import Output
@@ -197,27 +198,40 @@ async def test_the_answer_says_whose_it_was_and_a_header_or_a_field_names_it() -
 
 
 @on_a_loop
-async def test_the_health_tells_which_roles_serve_and_fails_when_no_turn_can_be_served() -> None:
-    async with bench() as gateway:
-        status, text = await gateway.get("/health")
-        assert (status, json.loads(text)) == (
-            200,
-            {"status": "ok", "serving": {"prefill": 1, "decode": 1, "mixed": 0}, "given_up": {}, "recording": "ok"},
-        )
-        gateway.control.router.bury(gateway.control.fleet["e1"], "test")
-        status, text = await gateway.get("/health")
-        assert (status, json.loads(text)["serving"]) == (503, {"prefill": 1, "decode": 0, "mixed": 0})
-
-
-@on_a_loop
 async def test_the_models_the_health_and_what_is_not_there() -> None:
     async with bench() as gateway:
         status, text = await gateway.get("/v1/models")
         assert (status, [model["id"] for model in json.loads(text)["data"]]) == (200, [MODEL.name])
-        assert (await gateway.get("/health"))[0] == 200
+        status, text = await gateway.get("/health")
+        assert status == 200
+        assert json.loads(text) == {
+            "status": "ok",
+            "recording": "ok",
+            "can_serve": True,
+            "serving": {"prefill": 1, "decode": 1, "mixed": 0},
+            "problems": {},
+        }
         for path, expected in (("/v2/chat", 404), (CHAT, 405)):
             status, text = await gateway.get(path)
             assert (status, set(json.loads(text)["error"])) == (expected, {"message", "type", "param", "code"})
+
+
+@on_a_loop
+async def test_the_health_tells_when_no_turn_can_be_served() -> None:
+    async with bench() as gateway:
+        fleet = gateway.control.fleet
+        decode = fleet.pool(Role.DECODE)[0]
+        gateway.control.router.bury(decode, "it was killed")
+        status, text = await gateway.get("/health")
+        assert status == 503
+        assert json.loads(text) == {
+            "status": "unavailable",
+            "can_serve": False,
+            "serving": {"prefill": 1, "decode": 0, "mixed": 0},
+            "problems": {decode.name: "it was killed"},
+        }
+        fleet.move(decode, InstanceState.ROUTED)
+        assert (await gateway.get("/health"))[0] == 200
 
 
 # Refusals.

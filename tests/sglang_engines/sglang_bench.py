@@ -43,6 +43,8 @@ LANE = [
 LONG = pytest.mark.sglang_long
 START_SECONDS, TEST_SECONDS, STOP_SECONDS = 600.0, 300.0, 120.0
 """Far more than anything takes, so that a slow machine fails nothing."""
+HANG_SECONDS = 15.0
+"""More than a step takes on a slow machine."""
 P, D = Role.PREFILL, Role.DECODE
 VOCABULARY = 460
 _numbers = itertools.count(time.time_ns() % 10**12)
@@ -224,7 +226,7 @@ class Keep(Policy):
 
 @asynccontextmanager
 async def controlled(
-    engines: Sequence[SGLangEngine], restarter: Restarter | None = None, health: HealthLimits | None = None
+    engines: Sequence[SGLangEngine], restarter: Restarter | None = None
 ) -> AsyncIterator[ControlPlane]:
     control = ControlPlane(
         engines,
@@ -234,7 +236,7 @@ async def controlled(
         horizon=0.5,
         restarter=restarter,
         switch_limits=SwitchLimits(canary_timeout=60.0),
-        health_limits=health,
+        health_limits=HealthLimits.within(HANG_SECONDS, START_SECONDS),
     )
     await control.start()
     try:
@@ -299,6 +301,14 @@ def processes_of(pid: int) -> list[int]:
                 continue
             if fields[0] != "Z" and int(fields[2]) == pid:
                 found.append(int(entry.name))
+    return found
+
+
+def scheduler_of(pid: int) -> int:
+    """Of an engine: the process that computes."""
+    (found,) = [
+        process for process in processes_of(pid) if b"scheduler" in Path(f"/proc/{process}/cmdline").read_bytes()
+    ]
     return found
 
 

@@ -21,6 +21,8 @@ from sglang_bench import (
     Served,
     controlled,
     launching,
+    processes_of,
+    scheduler_of,
     session,
     undisturbed,
 )
@@ -28,7 +30,6 @@ from sglang_bench import (
 from prorsa.allocation import Allocation
 from prorsa.cluster.control import ControlPlane
 from prorsa.cluster.instances import InstanceState
-from prorsa.cluster.manager import HealthLimits
 from prorsa.engines.sglang import SGLangEngine
 
 pytestmark = LANE
@@ -82,68 +83,35 @@ def test_an_update_of_the_weights_leaves_every_session_going(served: Served, tmp
     asyncio.run(main())
 
 
+def kill(pid: int) -> None:
+    os.killpg(pid, signal.SIGKILL)
+
+
+def freeze(pid: int) -> None:
+    """Its HTTP server goes on answering, health checks too."""
+    os.kill(scheduler_of(pid), signal.SIGSTOP)
+
+
 @pytest.mark.parametrize("role", [pytest.param(P, marks=LONG), D])
-def test_an_engine_that_is_killed_comes_back_and_no_session_notices(role: str, tmp_path: Path) -> None:
+def test_an_engine_that_is_killed_or_hangs_comes_back_and_no_session_notices(role: str, tmp_path: Path) -> None:
     async def main() -> None:
-        expected = await undisturbed(MODEL, tmp_path / "reference", 6)
+        expected = await undisturbed(MODEL, tmp_path / "reference", 12)
         async with launching(tmp_path / "engines") as launcher:
             roles = {"a": P, "b": P, "c": D, "d": D}
             engines = await asyncio.gather(*(launcher.start(*instance) for instance in roles.items()))
             async with controlled(engines, launcher) as control:
-                sessions = asyncio.gather(*(session(control, number) for number in range(6)))
-                await asyncio.sleep(0.5)
-                victim = max(control.fleet.pool(P if role == P else D), key=lambda instance: instance.load)
-                os.killpg(launcher.pid(victim.name), signal.SIGKILL)
-                assert await sessions == expected
-                async with asyncio.timeout(TEST_SECONDS):
-                    while victim.state is not InstanceState.ROUTED:  # noqa: ASYNC110
-                        await asyncio.sleep(0.1)
-                await nothing_left(control, [instance.engine for instance in control.fleet])
-
-    asyncio.run(main())
-
-
-def schedulers(leader: int) -> list[int]:
-    """SGLang's scheduler processes in the process group of an engine."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                group = int((entry / "stat").read_text().rpartition(")")[2].split()[2])
-                if group == leader and "scheduler" in (entry / "cmdline").read_text():
-                    found.append(int(entry.name))
-            except OSError:
-                continue  # it has ended meanwhile
-    return found
-
-
-@pytest.mark.sglang_long
-def test_an_engine_whose_scheduler_hangs_is_found_though_it_answers(tmp_path: Path) -> None:
-    """Its HTTP server goes on and says that all is well; what tells is that its scheduler does not move."""
-
-    async def main() -> None:
-        expected = await undisturbed(MODEL, tmp_path / "reference", 6)
-        async with launching(tmp_path / "engines") as launcher:
-            engines = await asyncio.gather(
-                *(launcher.start(*instance) for instance in {"a": P, "b": D, "c": D}.items())
-            )
-            async with controlled(engines, launcher, HealthLimits(interval=1.0, hang=8.0)) as control:
-                sessions = asyncio.gather(*(session(control, number) for number in range(6)))
-                await asyncio.sleep(0.5)
-                victim = max(control.fleet.pool(D), key=lambda instance: instance.load)
-                assert victim.load > 0
-                (scheduler,) = schedulers(launcher.pid(victim.name))
-                os.kill(scheduler, signal.SIGSTOP)
-                begun = asyncio.get_running_loop().time()
-                async with asyncio.timeout(TEST_SECONDS):
-                    while victim.state is InstanceState.ROUTED:
-                        assert await victim.engine.healthy()
-                        await asyncio.sleep(0.1)
-                assert asyncio.get_running_loop().time() - begun < 20.0
-                assert await sessions == expected
-                async with asyncio.timeout(TEST_SECONDS):
-                    while victim.state is not InstanceState.ROUTED:  # noqa: ASYNC110
-                        await asyncio.sleep(0.1)
-                await nothing_left(control, [instance.engine for instance in control.fleet])
+                for first, disturb in ((0, kill), (6, freeze)):
+                    sessions = asyncio.gather(*(session(control, number) for number in range(first, first + 6)))
+                    await asyncio.sleep(0.5)
+                    victim = max(control.fleet.pool(P if role == P else D), key=lambda instance: instance.load)
+                    assert victim.rids or role == P, "a prefill is soon done"
+                    former, pid = victim.engine, launcher.pid(victim.name)
+                    disturb(pid)
+                    assert await sessions == expected[first : first + 6]
+                    async with asyncio.timeout(TEST_SECONDS):
+                        while victim.engine is former or victim.state is not InstanceState.ROUTED:  # noqa: ASYNC110
+                            await asyncio.sleep(0.1)
+                    assert processes_of(pid) == []
+                    await nothing_left(control, [instance.engine for instance in control.fleet])
 
     asyncio.run(main())

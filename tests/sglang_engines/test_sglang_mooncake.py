@@ -100,7 +100,7 @@ def test_a_resend_elsewhere_finds_kv_in_the_store_and_new_weights_do_not(tmp_pat
 
 
 @LONG
-def test_a_store_that_dies_is_started_again(tmp_path: Path) -> None:
+def test_a_store_that_dies_or_hangs_is_started_again(tmp_path: Path) -> None:
     async def main() -> None:
         numbers = itertools.count()
         async with three(tmp_path) as (launcher, engines):
@@ -125,7 +125,12 @@ def test_a_store_that_dies_is_started_again(tmp_path: Path) -> None:
             for pid in former:
                 os.kill(pid, signal.SIGKILL)
             await until_shared()
+            second = [launcher.pid(program) for program in programs]
+            for pid in second:
+                os.kill(pid, signal.SIGSTOP)
+            await until_shared()
             current = [launcher.pid(program) for program in programs]
-        assert [processes_of(pid) for pid in former + current] == [[]] * 4
+            assert not {*current} & {*second}
+        assert [processes_of(pid) for pid in former + second + current] == [[]] * 6
 
     asyncio.run(main())

@@ -85,6 +85,12 @@ def test_stop_and_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             with pytest.raises(KeyError):
                 launcher.pid("a")
 
+            # What keeps them dies, and they with it: each comes back under another.
+            assert launcher._keeper is not None
+            launcher._keeper.result()._process.kill()
+            engine, _ = await asyncio.gather(launcher.restart("b", P), launcher.restart("c", D))
+            assert (await engine.info()).role is P
+
     asyncio.run(main())
     assert left_behind() == []
 

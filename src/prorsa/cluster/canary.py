@@ -11,14 +11,14 @@ import asyncio
 from collections.abc import Iterator
 
 from prorsa.cluster.instances import Fleet, Instance
-from prorsa.engines.protocol import Bootstrap, Engine, EngineError, GenerateRequest, OwnLimit, Role, SamplingParams
+from prorsa.engines.protocol import Bootstrap, Engine, EngineError, GenerateRequest, Role, SamplingParams, Shortage
 
 PROMPT = (1, 1, 1, 1)
 SAMPLING = SamplingParams(max_new_tokens=2, temperature=0.0)
 """The first token comes from the prefill instance, the second one shows that decode has its KV."""
 PEERS = 2
-OWN_LIMIT_PAUSE = 0.1
-"""Seconds until a leg is tried again that this process could not send."""
+SHORTAGE_PAUSE = 0.1
+"""Seconds until a leg that our own shortage prevented is tried again."""
 
 
 class Canary:
@@ -77,5 +77,5 @@ async def _tokens(engine: Engine, request: GenerateRequest) -> int:
             async for chunk in engine.generate(request):
                 count += len(chunk.token_ids)
             return count
-        except OwnLimit:
-            await asyncio.sleep(OWN_LIMIT_PAUSE)
+        except Shortage:
+            await asyncio.sleep(SHORTAGE_PAUSE)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prorsa.allocation import Policy, PrefillSpeed
+from prorsa.cluster.flips import serves
 from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.manager import GlobalManager, HealthLimits
 from prorsa.cluster.observers import Decision, Flip, Keeper, Observer, TurnRecord
@@ -46,6 +46,8 @@ class InstanceStatus:
     kv_tokens: int
     """Reserved for its decodes."""
     capacity: int
+    problem: str | None
+    """Why it is dead, and how its restart fares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +69,6 @@ class Status:
     failed_flips: int
     errors: tuple[str, ...]
     """Of observers, and of the manager; `stop` raises them."""
-    given_up: dict[str, str]
-    """Instances that are not restarted any more -> the last failure."""
-
-    @property
-    def serving(self) -> dict[str, int]:
-        """How many instances of each role are in service."""
-        routed = Counter(instance.role for instance in self.instances if instance.state is InstanceState.ROUTED)
-        return {role.value: routed[role] for role in Role}
 
 
 class ControlPlane:
@@ -236,7 +230,7 @@ class ControlPlane:
             version=self.version,
             states=self.tracker.counts(),
             instances=tuple(
-                InstanceStatus(i.name, i.role, i.state, i.prefills, i.decodes, i.kv_tokens, i.capacity)
+                InstanceStatus(i.name, i.role, i.state, i.prefills, i.decodes, i.kv_tokens, i.capacity, i.problem)
                 for i in self.fleet
             ),
             waiting=self.router.waiting,
@@ -247,8 +241,21 @@ class ControlPlane:
             flips=self._flips,
             failed_flips=self._failed_flips,
             errors=tuple(f"{what}: {error}" for what, error in self._errors.items()),
-            given_up=dict(self.manager.given_up),
         )
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether a turn can be placed: on a mixed instance, or on a prefill and a decode instance."""
+        return serves(self.fleet.in_service)
+
+    def health(self) -> dict[str, Any]:
+        """Facts for a health check, at no cost: whether turns can be served, how many instances of each role serve, and what
+        is wrong with those that do not."""
+        return {
+            "can_serve": self.can_serve,
+            "serving": {role.value: len(self.fleet.pool(role)) for role in Role},
+            "problems": {i.name: i.problem or i.state.value for i in self.fleet if i.state is InstanceState.DEAD},
+        }
 
     # Weight updates.
 

@@ -42,6 +42,12 @@ class Instance:
         """How often it did since it last gave anything."""
         self.stalls = 0
         """How many requests fell silent on it since it last gave anything."""
+        self.gave_at = 0.0
+        """When it last gave anything, loop time."""
+        self.queued = 0
+        """How many requests waited in its engine when that was last asked."""
+        self.problem: str | None = None
+        """Why it is dead, and how its restart fares."""
         self.unused = asyncio.Event()
         """Set while its books are empty."""
         self.unused.set()
@@ -158,6 +164,8 @@ class Fleet:
     def move(self, instance: Instance, state: InstanceState, role: Role | None = None) -> None:
         """Every change of state or role goes through here, so that the pools are always right."""
         instance.state = state
+        if state is InstanceState.ROUTED:
+            instance.problem = None
         if role is not None:
             instance.role = role
         self._pool()

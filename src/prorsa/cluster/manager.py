@@ -5,8 +5,8 @@ policies that ask for it. It also watches the health of instances and has dead o
 
 Invariants. No decision is made while instances flip, so that none is made from roles that do not hold: a time of the grid
 that comes meanwhile is made up for when they have flipped, once, and so is the start of a step. Neither a failing flip nor a
-failing restart ends the loop. Nothing is decided while engines' weights are updated; the end of the update is a moment
-itself.
+failing restart ends the loop; a restart is tried again, whatever it met, until it succeeds or its time is up. Nothing is
+decided while engines' weights are updated; the end of the update is a moment itself.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from prorsa.allocation import Allocation, Demand, Moment, Policy, PrefillSpeed, 
 from prorsa.cluster.flips import added
 from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.observers import Decision
+from prorsa.cluster.progress import ProgressWatch
 from prorsa.cluster.router import Router
 from prorsa.cluster.switcher import RoleSwitcher
-from prorsa.engines.protocol import Engine, EngineError, OwnLimit, Role
+from prorsa.engines.protocol import Engine, EngineError, EngineGone, Load, Role, Shortage
 from prorsa.forecast.forecast import Forecaster
 from prorsa.lifecycle import Tracker
 
@@ -47,12 +48,24 @@ class HealthLimits:
     """An instance that does not answer for so long has failed one check."""
     checks: int = 2
     """Failed checks in a row that make an instance dead."""
-    hang: float = 60.0
-    """An instance whose scheduler has not moved for so long hangs (`Load.stamp`), however well it answers."""
+    hang_timeout: float = 30.0
+    """An instance of which nothing moves for so long is dead, also where it answers."""
     restart_backoff: float = 1.0
     """Pause after the first failed restart; it doubles up to `MAX_RESTART_BACKOFF`."""
-    restart_attempts: int | None = None
-    """Failed restarts in a row after which an instance is given up; None tries for ever."""
+    restart_within: float = math.inf
+    """After so long a dead instance is given up."""
+
+    @classmethod
+    def within(cls, hang_timeout: float, restart_within: float) -> HealthLimits:
+        """Those by which an engine that stands still is found in `hang_timeout` and a third of it, answering or not."""
+        default = cls()
+        third = hang_timeout / 3
+        return cls(
+            interval=min(default.interval, third),
+            timeout=min(default.timeout, third),
+            hang_timeout=hang_timeout,
+            restart_within=restart_within,
+        )
 
 
 class GlobalManager:
@@ -86,10 +99,7 @@ class GlobalManager:
         self._last: Decision | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed_checks: dict[Engine, int] = {}
-        self._moved: dict[Engine, tuple[float, float]] = {}
-        """The last stamp of an engine's scheduler, and when it was seen first."""
-        self.given_up: dict[str, str] = {}
-        """Instances that are not restarted any more, with the last failure."""
+        self._progress = ProgressWatch(health.interval + health.timeout)
         self.paused = False
         """Whether engines are being updated: nothing is decided and nothing is checked."""
 
@@ -196,69 +206,63 @@ class GlobalManager:
                 self._failed("health check", error)
 
     async def _check_health(self) -> None:
-        routed = [instance for instance in self._fleet if instance.state is InstanceState.ROUTED]
-        watched = set() if self.paused else {instance.engine for instance in routed}
-        # While one flips or loads weights its scheduler may stand still.
-        self._moved = {engine: moved for engine, moved in self._moved.items() if engine in watched}
         if self.paused:
+            self._progress.keep(set())
             return  # an engine that loads weights may not answer
+        routed = [instance for instance in self._fleet if instance.state is InstanceState.ROUTED]
+        self._progress.keep({instance.engine for instance in routed})
         await asyncio.gather(*(self._check(instance) for instance in routed))
 
     async def _check(self, instance: Instance) -> None:
-        engine, stamp = instance.engine, None
+        engine = instance.engine
         try:
             async with asyncio.timeout(self._health.timeout):
                 healthy = await engine.healthy()
-                stamp = (await engine.load()).stamp if healthy else None
-        except OwnLimit as error:
-            logger.warning("instance %s could not be checked: %s", instance.name, error)
+                load = await self._load(engine) if healthy else None
+        except Shortage as error:
+            logger.warning("instance %s: not checked: %s", instance.name, error)
             return
         except (TimeoutError, EngineError):
-            healthy = False
+            healthy, load = False, None
         if self.paused:
+            return
+        mark = None if load is None else load.mark
+        instance.queued = 0 if load is None else load.waiting
+        silence = self._progress.silence(engine, mark, instance.gave_at, asyncio.get_running_loop().time())
+        if silence >= self._health.hang_timeout and instance.state is InstanceState.ROUTED:
+            self._router.bury(instance, f"it hangs: nothing has moved for {silence:.0f} s, though it answers")
             return
         failed = 0 if healthy else self._failed_checks.get(engine, 0) + 1
         self._failed_checks[engine] = failed
-        still = self._still_for(engine, stamp)
-        if instance.state is not InstanceState.ROUTED or instance.engine is not engine:
-            return
-        if failed >= self._health.checks:
-            self._dead(instance, f"{failed} health checks in a row failed")
-        elif still >= self._health.hang:
-            self._dead(instance, f"it answers, but its scheduler has not moved for {still:.0f} s")
+        if failed >= self._health.checks and instance.state is InstanceState.ROUTED and instance.engine is engine:
+            del self._failed_checks[engine]
+            self._router.bury(instance, f"{failed} health checks in a row failed")
 
-    def _still_for(self, engine: Engine, stamp: float | None) -> float:
-        """How long the engine's scheduler has given the same stamp, by the clock of this process."""
-        now = asyncio.get_running_loop().time()
-        last, since = self._moved.get(engine, (None, now))
-        if stamp is None or stamp != last:
-            since = now
-        if stamp is not None:
-            self._moved[engine] = stamp, since
-        return now - since
-
-    def _dead(self, instance: Instance, reason: str) -> None:
-        self._failed_checks.pop(instance.engine, None)
-        self._moved.pop(instance.engine, None)
-        self._router.bury(instance, reason)
+    async def _load(self, engine: Engine) -> Load | None:
+        try:
+            return await engine.load()
+        except (EngineGone, Shortage):
+            raise
+        except EngineError:
+            return None  # it tells no load, but it has answered
 
     def _instance_changed(self, instance: Instance) -> None:
         if instance.state is InstanceState.DEAD and self._switcher.can_restart:
             self._spawn(f"restart of {instance.name}", self._revive(instance))
 
     async def _revive(self, instance: Instance) -> None:
-        """Restart a dead instance until it is back in service, whatever a restart meets, or given up."""
-        backoff, failed = self._health.restart_backoff, 0
+        """Restart a dead instance until it is back in service, or given up."""
+        now = asyncio.get_running_loop().time
+        backoff, give_up_at = self._health.restart_backoff, now() + self._health.restart_within
         while True:
             try:
                 await self._switcher.restart(instance, self.wanted_role(instance))
                 return
-            except Exception as error:
-                failed += 1
-                if failed == self._health.restart_attempts:
-                    self.given_up[instance.name] = f"{failed} restarts in a row failed, the last one: {error!r}"
-                    logger.error("instance %s is given up: %s", instance.name, self.given_up[instance.name])
-                    return
+            except Exception as error:  # whatever it was: the next try may find it gone
+                if now() + backoff > give_up_at:
+                    instance.problem = f"given up after {self._health.restart_within:g} s of restarts: {error!r}"
+                    raise
+                instance.problem = f"restart failed and is tried again: {error!r}"
                 logger.warning("instance %s: restart failed, again in %.1f s: %r", instance.name, backoff, error)
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, MAX_RESTART_BACKOFF)

@@ -31,8 +31,8 @@ from prorsa.engines.protocol import (
     EngineError,
     EngineGone,
     FinishReason,
-    OwnLimit,
     Role,
+    Shortage,
 )
 from prorsa.lifecycle.events import DecodeStarted, Event, PrefillStarted, Ready, Requeued
 
@@ -61,7 +61,8 @@ class Limits:
     cancel_timeout: float = 5.0
     """How long the tokens of a cancelled attempt are waited for."""
     stall_timeout: float = 300.0
-    """An attempt that gives nothing for so long has failed; so has a queue of which nothing can be placed."""
+    """An attempt that gives nothing for so long has failed, unless it waits in the queue of an engine that serves others; so
+    has a queue of which nothing can be placed."""
     backoff: float = 0.05
     """How long nothing is sent to an instance that refused or failed a request, the first time."""
     max_failures: int = 5
@@ -160,6 +161,7 @@ class Router:
             return
         logger.warning("instance %s is dead: %s", instance.name, reason)
         rids = instance.rids
+        instance.problem = reason
         self._fleet.move(instance, InstanceState.DEAD)
         for rid in rids:
             self._end(self._live[rid], End.FAILED, f"instance {instance.name} died: {reason}")
@@ -319,6 +321,7 @@ class Router:
                     if chunk.finish is not FinishReason.ABORT:
                         attempt.progressed_at = self._moved_at = self._now
                         instance.failures = instance.stalls = 0
+                        instance.gave_at = self._now
                     take(attempt, chunk)
                     if chunk.finish is not None:
                         return
@@ -491,11 +494,19 @@ class Router:
         timeout = self._limits.stall_timeout
         for attempt in list(self._live.values()):
             if attempt.verdict is None and self._now >= attempt.progressed_at + timeout:
+                if self._queues(attempt):
+                    attempt.progressed_at = self._now
+                    continue
                 self._end(attempt, End.FAILED, f"nothing came for {timeout} s")
                 self._blame(attempt)
         deadlines = [attempt.progressed_at + timeout for attempt in self._live.values() if attempt.verdict is None]
         if deadlines:
             self._silence_check = asyncio.get_running_loop().call_at(min(deadlines), self._check_silence)
+
+    def _queues(self, attempt: Attempt) -> bool:
+        """Whether its silence may be a wait, for KV room or behind others: one of its instances has requests in its queue and
+        has served others meanwhile."""
+        return any(i.queued and i.gave_at > attempt.progressed_at for i in (attempt.prefill, attempt.decode))
 
     # Instances that fail.
 
@@ -518,8 +529,8 @@ class Router:
         try:
             async with asyncio.timeout(PROBE_TIMEOUT):
                 healthy = await engine.healthy()
-        except OwnLimit:
-            return  # the health watch looks again
+        except Shortage:
+            return  # the health watch will see
         except (EngineError, TimeoutError):
             healthy = False
         if not healthy and instance.engine is engine:

@@ -27,7 +27,7 @@ from prorsa.cluster.flips import Change, added, can_flip, changes_in_place, miss
 from prorsa.cluster.instances import Fleet, Instance, InstanceState
 from prorsa.cluster.observers import Flip
 from prorsa.cluster.router import Router
-from prorsa.engines.protocol import Engine, EngineBusy, EngineError, Load, OwnLimit, Role
+from prorsa.engines.protocol import Engine, EngineBusy, EngineError, Load, Role, Shortage
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +199,8 @@ class RoleSwitcher:
         return self._restarter is not None
 
     async def restart(self, instance: Instance, role: Role) -> None:
-        """Bring a dead instance back into service. Raises `EngineError` or `TimeoutError`; it stays dead then."""
+        """Bring a dead instance back into service. Raises `EngineError`, `TimeoutError`, or whatever starting a process met;
+        it stays dead then."""
         assert self._restarter is not None
         async with asyncio.timeout(self._limits.restart_timeout):
             await self._replace(self._restarter, instance, role)
@@ -326,7 +327,6 @@ class RoleSwitcher:
                 await self._canary.send(instance, role)
             self._step(instance, InstanceState.FLIPPING, InstanceState.ROUTED, role)
         except (EngineError, TimeoutError, OSError) as error:
-            # An OSError is that of a relaunch, which may not get a process.
             failure = str(error)
             self._router.bury(instance, failure)
         except asyncio.CancelledError:
@@ -380,7 +380,7 @@ class RoleSwitcher:
         """None while this process cannot ask."""
         try:
             return await instance.engine.load()
-        except OwnLimit:
+        except Shortage:
             return None
 
     async def _become(self, instance: Instance, role: Role) -> None:

@@ -123,9 +123,9 @@ class Load:
     """KV tokens held by live requests (cached, evictable blocks excluded)."""
     max_tokens: int
     """KV tokens that the pool holds."""
-    stamp: float | None = None
-    """Changes within seconds while the engine's scheduler lives, whether it works or not; None where an engine does not tell.
-    Of several ranks it is that of the one behind. It can be compared with itself alone."""
+    mark: float | None = None
+    """Changes at least once a second or at each step while the engine's scheduler lives, busy or idle. None: it does not
+    tell."""
 
     @property
     def idle(self) -> bool:
@@ -151,8 +151,9 @@ class EngineBusy(EngineError):
     """The engine's bounded queue is full, or it is not idle when it has to be. Try elsewhere or later."""
 
 
-class OwnLimit(EngineBusy):
-    """This process could not ask: it has no descriptor, port or memory left. That says nothing of the engine; try again."""
+class Shortage(EngineBusy):
+    """This process or its machine lacks what a connection takes: descriptors, ports, memory. It says nothing about the
+    engine. Try again later."""
 
 
 class Engine(Protocol):
@@ -198,7 +199,9 @@ class Engine(Protocol):
         """Load the checkpoint at `path`. Aborts live requests; KV of other versions is never read again."""
         ...
 
-    async def healthy(self) -> bool: ...
+    async def healthy(self) -> bool:
+        """Raises `Shortage` where it could not be asked."""
+        ...
 
     async def close(self) -> None:
         """Release the client's own resources. The engine itself lives on."""

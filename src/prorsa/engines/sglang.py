@@ -27,16 +27,14 @@ from prorsa.engines.protocol import (
     FinishReason,
     GenerateRequest,
     Load,
-    OwnLimit,
     Role,
     SamplingParams,
+    Shortage,
 )
 
 CONNECT_SECONDS = 5.0
 CONTROL_SECONDS = 30.0
 """Bound of a short control call."""
-OWN_LIMIT_SECONDS, OWN_LIMIT_POLL = 30.0, 0.2
-"""How long a flip, a weight update and what belongs to them wait for a descriptor or a port of this process."""
 SWITCH_SECONDS = 120.0
 UPDATE_SECONDS = 300.0
 ABORT_SECONDS = 30.0
@@ -45,10 +43,11 @@ ABORT_POLL_SECONDS = 0.1
 KEEPALIVE_SECONDS = 2.0
 """Below uvicorn's 5 s, so that a request never meets a connection that the server is just closing."""
 END_MARK_SECONDS = 0.5
+SHORTAGE_PAUSES = (0.05, 1.0)
+"""Seconds until a control call that our own shortage prevented is tried again, the first time and at most."""
+OUR_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN})
 ANSWER_EXCERPT = 300
 JSON_HEADERS = {"Content-Type": "application/json"}
-OWN_LIMITS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN}
-"""Errors of a connection for want of something that this process or this machine has no more of."""
 RID_END = "|"
 """SGLang aborts every request whose rid STARTS WITH the given one; with an end mark no rid is the start of another."""
 
@@ -129,7 +128,7 @@ class SGLangEngine:
                         # Cancels the leg; releasing the connection would leave it running.
                         response.close()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise _lost(self._name, asked, error) from error
+            raise self._unreached(asked, error) from error
         raise EngineGone(f"engine {self._name}: asked {asked}; the stream broke off after {reader.seen} tokens")
 
     async def abort(self, rid: str | None = None) -> None:
@@ -144,7 +143,7 @@ class SGLangEngine:
             raise self._unreadable("/v1/loads", answer) from error
 
     async def info(self) -> EngineInfo:
-        answer = await self._get("/model_info", OWN_LIMIT_SECONDS)
+        answer = await self._get("/model_info")
         try:
             info = EngineInfo(
                 role=_parse_role(answer["disaggregation_mode"]),
@@ -166,7 +165,7 @@ class SGLangEngine:
         # SGLang wants to know the memory for decode CUDA graphs before it captures any; 0 lets it capture to fit.
         body = {"new_role": _role_name(role), "decode_cuda_graph_memory_gb": 0}
         asked = f"/pd_role_switch {body['new_role']}"
-        status, text = await self._ask("POST", "/pd_role_switch", body, SWITCH_SECONDS, OWN_LIMIT_SECONDS)
+        status, text = await self._ask("POST", "/pd_role_switch", body, SWITCH_SECONDS)
         answer = _parse_object(text)
         if status != 200 or not answer.get("success"):
             message = str(answer.get("message", ""))
@@ -184,7 +183,7 @@ class SGLangEngine:
         }
         loop = asyncio.get_running_loop()
         deadline = loop.time() + ABORT_SECONDS
-        status, text = await self._ask("POST", "/update_weights_from_disk", body, UPDATE_SECONDS, OWN_LIMIT_SECONDS)
+        status, text = await self._ask("POST", "/update_weights_from_disk", body, UPDATE_SECONDS)
         # SGLang may load the weights before the last request that it aborts has ended, and then keeps the KV of the old ones.
         while status != 200 and "requests are still running" in text and loop.time() < deadline:
             await asyncio.sleep(ABORT_POLL_SECONDS)
@@ -212,18 +211,19 @@ class SGLangEngine:
             self._session = aiohttp.ClientSession(connector=connector)
         return self._session
 
-    async def _ask(
-        self, method: str, path: str, body: dict[str, Any] | None, seconds: float, patience: float = 0.0
-    ) -> tuple[int, str]:
-        """For `patience` seconds it tries again where this process could not ask (`OwnLimit`): nothing was asked then."""
-        deadline = asyncio.get_running_loop().time() + patience
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None, seconds: float) -> tuple[int, str]:
+        """Raises `EngineGone`, or `Shortage` where we could not even ask for so long."""
+        now = asyncio.get_running_loop().time
+        deadline = now() + seconds
+        pause, longest = SHORTAGE_PAUSES
         while True:
             try:
-                return await self._ask_once(method, path, body, seconds)
-            except OwnLimit:
-                if asyncio.get_running_loop().time() >= deadline:
+                return await self._ask_once(method, path, body, deadline - now())
+            except Shortage:
+                if now() + pause >= deadline:
                     raise
-            await asyncio.sleep(OWN_LIMIT_POLL)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, longest)
 
     async def _ask_once(self, method: str, path: str, body: dict[str, Any] | None, seconds: float) -> tuple[int, str]:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
@@ -231,15 +231,20 @@ class SGLangEngine:
             async with self._http().request(method, self._url + path, json=body, timeout=timeout) as response:
                 return response.status, await response.text()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise _lost(self._name, path, error) from error
+            raise self._unreached(path, error) from error
+
+    def _unreached(self, asked: str, error: Exception) -> EngineError:
+        if isinstance(error, OSError) and error.errno in OUR_SHORTAGES:
+            return Shortage(f"engine {self._name}: asked {asked}; this process cannot connect now: {error!r}")
+        return EngineGone(f"engine {self._name}: asked {asked}; connection failed: {error!r}")
 
     async def _post(self, path: str, body: dict[str, Any], seconds: float) -> None:
         status, text = await self._ask("POST", path, body, seconds)
         if status != 200:
             raise _refusal(self._name, path, status, text)
 
-    async def _get(self, path: str, patience: float = 0.0) -> dict[str, Any]:
-        status, text = await self._ask("GET", path, None, CONTROL_SECONDS, patience)
+    async def _get(self, path: str) -> dict[str, Any]:
+        status, text = await self._ask("GET", path, None, CONTROL_SECONDS)
         if status != 200:
             raise _refusal(self._name, path, status, text)
         return _parse_object(text)
@@ -400,13 +405,9 @@ def _parse_load(answer: dict[str, Any]) -> Load:
         waiting=waiting,
         used_tokens=sum(rank["num_used_tokens"] for rank in ranks),
         max_tokens=sum(rank["max_total_num_tokens"] for rank in ranks),
-        stamp=min((float(rank["timestamp"]) for rank in ranks), default=None) if _stamped(ranks) else None,
+        # Of the rank that is behind: one that hangs holds up all.
+        mark=min((rank["timestamp"] for rank in ranks), default=None) if all("timestamp" in r for r in ranks) else None,
     )
-
-
-def _stamped(ranks: list[dict[str, Any]]) -> bool:
-    """SGLang's schedulers say when each wrote its load, also those that have nothing to do."""
-    return all("timestamp" in rank for rank in ranks)
 
 
 def _role_name(role: Role) -> str:
@@ -429,11 +430,6 @@ def _parse_object(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return answer if isinstance(answer, dict) else {}
-
-
-def _lost(engine: str, asked: str, error: Exception) -> EngineError:
-    ours = isinstance(error, OSError) and error.errno in OWN_LIMITS
-    return (OwnLimit if ours else EngineGone)(f"engine {engine}: asked {asked}; connection failed: {error!r}")
 
 
 def _refusal(engine: str, asked: str, status: int, text: str) -> EngineError:

@@ -80,7 +80,8 @@ class LiveView:
             ),
             section("Queue", self._waiting(status.time), "Prompt tokens in the ready queue at each decision."),
         ]
-        body += [f'<p class="problem">{escape(error)}</p>' for error in status.errors]
+        problems = [f"{i.name}: {i.problem}" for i in status.instances if i.problem]
+        body += [f'<p class="problem">{escape(problem)}</p>' for problem in (*problems, *status.errors)]
         return page(self._name, roles, [], body)
 
     def _roles(self, now: float) -> Chart | None:

@@ -26,7 +26,6 @@ from aiohttp import web
 
 from prorsa.assembly import sampling_params
 from prorsa.cluster.control import ControlPlane
-from prorsa.cluster.flips import serves
 from prorsa.config import Config, ConfigError
 from prorsa.engines.descriptors import raise_open_files
 from prorsa.engines.protocol import TraceHeaders
@@ -326,16 +325,11 @@ class Gateway:
         return web.json_response(told if isinstance(body, list) else told[0])
 
     async def _health(self, request: web.Request) -> web.Response:
-        """200 while a turn can be served."""
-        status = self._control.status()
-        able = serves(self._control.fleet.in_service)
-        facts = {
-            "status": "ok" if able else "no engines serve",
-            "serving": status.serving,
-            "given_up": status.given_up,
-            "recording": self._control.trouble or "ok",
-        }
-        return web.json_response(facts, status=200 if able else 503)
+        """200 while a turn can be served, else 503."""
+        facts = self._control.health()
+        ready = facts["can_serve"] and not self._stopping
+        status = {"status": "ok" if ready else "unavailable", "recording": self._control.trouble or "ok"}
+        return web.json_response(status | facts, status=200 if ready else 503)
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         text = self._metrics.render(self._control.status(), self.trajectories.continued, self.connections)

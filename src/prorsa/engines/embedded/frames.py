@@ -53,6 +53,7 @@ class FrameProtocol(asyncio.Protocol):
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._buffer = bytearray()
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
@@ -79,6 +80,7 @@ class FrameProtocol(asyncio.Protocol):
         return offset
 
     def _fail(self, reason: str) -> None:
+        """End the connection at once."""
         # The error's traceback still holds views of the old buffer, so it cannot be resized.
         self._buffer = bytearray()
         self._reason = reason

@@ -103,7 +103,7 @@ class StoreConnection(FrameProtocol):
             raise FrameError(f"the KV store does not know frame {kind} with {len(payload)} bytes")
 
     def connection_ended(self, reason: str) -> None:
-        log.info("an engine's connection ended: %s", reason)
+        log.debug("a connection ended: %s", reason)
 
 
 class StoreClient(FrameProtocol):

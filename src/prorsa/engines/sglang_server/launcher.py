@@ -19,8 +19,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from prorsa.engines.launcher import log_tail
-from prorsa.engines.protocol import SPLIT_ROLES, EngineError, EngineGone, OwnLimit, Role
+from prorsa.engines.protocol import SPLIT_ROLES, EngineError, EngineGone, Role, Shortage
 from prorsa.engines.sglang import SGLangEngine
 from prorsa.engines.sglang_server.flags import HOST, EngineFlags, Mooncake
 
@@ -30,6 +32,10 @@ HEALTH_POLL_SECONDS = 0.5
 PROGRESS_SECONDS = 15.0
 """How often a start that takes long is reported."""
 KEEPER_STOP_SECONDS = 10.0
+KEEPER_ANSWER_SECONDS = 60.0
+"""Within which a keeper that lives has ended a child, far more than it gives the child."""
+CHECK_SECONDS, CHECKS = 5.0, 2
+"""How often a program of the KV store is asked for a sign of life, and how many times in a row it may give none."""
 RESTART_PAUSE, MAX_RESTART_PAUSE = 1.0, 60.0
 """Seconds until a program of the KV store that did not start is tried again: the first pause, which doubles, and the last."""
 LOWEST_PORT = 20000
@@ -163,8 +169,9 @@ class SGLangLauncher:
 
     async def _running_keeper(self) -> _Keeper:
         """Started anew where it did not start or has ended; its children ended with it."""
+        former = None
         if self._keeper is not None and _is_over(self._keeper):
-            self._keeper = None
+            former, self._keeper = self._keeper, None
             for watch in self._watches:
                 watch.cancel()
             self._watches.clear()
@@ -172,10 +179,12 @@ class SGLangLauncher:
             if self._kv_store_dir is not None and not isinstance(self._flags.kv_store, str):
                 self._kv_store_dir.mkdir(parents=True, exist_ok=True)
                 self._flags = replace(self._flags, kv_store=tempfile.mkdtemp(prefix="kv-", dir=self._kv_store_dir))
-            self._keeper = asyncio.create_task(self._start_keeper())
+            self._keeper = asyncio.create_task(self._start_keeper(former))
         return await asyncio.shield(self._keeper)
 
-    async def _start_keeper(self) -> _Keeper:
+    async def _start_keeper(self, former: asyncio.Task[_Keeper] | None) -> _Keeper:
+        if former is not None and not former.cancelled() and former.exception() is None:
+            await former.result().close()
         keeper = await _start_keeper(self._python, self._flags.device, self._log_dir)
         if self._mooncake_gb is not None:
             try:
@@ -187,22 +196,24 @@ class SGLangLauncher:
 
     async def _start_mooncake(self, keeper: _Keeper, gigabytes: float) -> Mooncake:
         """A master, and a client that holds what is stored."""
-        port, client_port = self._free_port(), self._free_port()
+        port, client_port, metrics_port, http_port = (self._free_port() for _ in range(4))
         master = f"{HOST}:{port}"
         await self._run(
             keeper,
             "mooncake_master",
-            port,
+            (port, metrics_port),
             f"--rpc_address={HOST}",
             f"--rpc_port={port}",
             f"--metrics_host={HOST}",
-            f"--metrics_port={self._free_port()}",
+            f"--metrics_port={metrics_port}",
             "--enable_metric_reporting=false",
         )
         await self._run(
             keeper,
             "mooncake_client",
-            client_port,
+            (client_port, http_port),
+            "--enable_http_server=true",
+            f"--http_port={http_port}",
             f"--host={HOST}",
             f"--port={client_port}",
             f"--master_server_address={master}",
@@ -212,8 +223,10 @@ class SGLangLauncher:
         )
         return Mooncake(master, "tcp")
 
-    async def _run(self, keeper: _Keeper, program: str, port: int, *flags: str) -> None:
-        """Run a program of the engines' environment, and again whenever it ends, until `close`. Returns when it listens."""
+    async def _run(self, keeper: _Keeper, program: str, ports: tuple[int, int], *flags: str) -> None:
+        """Run a program of the engines' environment, and again whenever it ends or hangs, until `close`. Returns when it
+        listens. `ports` are where it serves, and where it answers HTTP while it lives."""
+        port, http_port = ports
         command = [str(Path(self._python).with_name(program).absolute()), *flags, "--logtostderr"]
 
         async def start() -> _Child:
@@ -225,7 +238,8 @@ class SGLangLauncher:
         async def watch(child: _Child) -> None:
             pause = RESTART_PAUSE
             while not keeper.ended:
-                await asyncio.wait([child.ended])
+                await _until_gone(child, http_port)
+                await keeper.stop(program, "kill")
                 status = child.ended.result()
                 logger.error("%s: ended with status %d and is started again; see %s", program, status, child.log)
                 try:
@@ -233,7 +247,6 @@ class SGLangLauncher:
                     pause = RESTART_PAUSE
                 except EngineError as error:
                     logger.error("%s: not started, again in %.0f s: %s", program, pause, error)
-                    await keeper.stop(program)
                     child = self._programs[program]
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, MAX_RESTART_PAUSE)
@@ -314,6 +327,9 @@ class _Keeper:
         ended = self._children[name].ended
         if not ended.done():
             self._order(do=do, name=name)
+            await asyncio.wait([ended], timeout=KEEPER_ANSWER_SECONDS)
+        if not ended.done():
+            self._process.kill()  # it hangs; its children die with it
             await asyncio.wait([ended])
 
     async def close(self) -> None:
@@ -426,9 +442,25 @@ def _devices(gpus: Sequence[int]) -> str:
 async def _serves(engine: SGLangEngine) -> bool:
     try:
         await engine.info()
-    except (EngineGone, OwnLimit):
+    except (EngineGone, Shortage):
         return False
     return True
+
+
+async def _until_gone(child: _Child, http_port: int) -> None:
+    """Until it has ended, or given no sign of life for too long. That we cannot ask is no sign of its death."""
+    silent = 0
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CHECK_SECONDS)) as session:
+        while silent < CHECKS:
+            if (await asyncio.wait([child.ended], timeout=CHECK_SECONDS))[0]:
+                return
+            try:
+                async with session.get(f"http://{HOST}:{http_port}/metrics"):
+                    silent = 0
+            except TimeoutError:
+                silent += 1
+            except (aiohttp.ClientError, OSError) as error:
+                logger.info("port %d: not checked: %r", http_port, error)
 
 
 async def _listens(port: int) -> bool:
