@@ -226,6 +226,7 @@ async def test_the_health_tells_when_no_turn_can_be_served() -> None:
         assert status == 503
         assert json.loads(text) == {
             "status": "unavailable",
+            "recording": "ok",
             "can_serve": False,
             "serving": {"prefill": 1, "decode": 0, "mixed": 0},
             "problems": {decode.name: "it was killed"},
