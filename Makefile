@@ -9,7 +9,7 @@ LOCK   := requirements/lock.txt
 
 FAST   ?= .venv-fast
 SGLANG := .venv-sglang/.ready
-PURE   := -m "not engine and not long and not sglang" --ignore tests/integrations --ignore tests/engines/test_weights.py
+PURE   := -m "not engine and not long and not sglang" --ignore tests/integrations
 
 .PHONY: demo test test-sglang test-clients fast pythons setup sglang lint types pure tests wheel lock format clean
 

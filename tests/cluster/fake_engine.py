@@ -133,6 +133,8 @@ class World:
 class FakeEngine:
     """Times in seconds of loop time. Faults are attributes that a test sets."""
 
+    tells_progress = True
+
     def __init__(
         self,
         name: str,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from prorsa.engines.embedded.sampling import counter_uniform
-from prorsa.engines.sglang_server.draws import cut, draw, uniform
+
+torch = pytest.importorskip("torch", reason="SGLang's engines draw with torch (extra `verl`)")
+
+from prorsa.engines.sglang_server.draws import cut, draw, uniform  # noqa: E402
 
 PROBS = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.04, 0.01])
 EXTREMES = [0, 1, -1, 7, 2**31, 2**62 + 3, 2**63 - 1, -(2**63)]

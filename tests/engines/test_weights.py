@@ -15,12 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file
-from safetensors.torch import load_file as load_torch_file
 
 from prorsa.engines import weights
 from prorsa.engines.weights import MemoryCheckpoints, write_checkpoint
+
+torch = pytest.importorskip("torch", reason="the weights are its tensors (extra `verl`)")
+
+from safetensors.torch import load_file as load_torch_file  # noqa: E402
 
 
 @pytest.fixture

@@ -69,6 +69,7 @@ class ScriptedEngine:
     """Of any role. The prefill leg ends at once; the decode leg gives a token every `token_s` seconds."""
 
     bootstrap_host, bootstrap_port = "h", 1
+    tells_progress = False
     roles = ALL_ROLES
 
     def __init__(self, name: str, role: Role, script: Script, token_s: float) -> None:

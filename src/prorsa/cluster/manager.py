@@ -239,6 +239,8 @@ class GlobalManager:
             self._router.bury(instance, f"{failed} health checks in a row failed")
 
     async def _load(self, engine: Engine) -> Load | None:
+        if not engine.tells_progress:
+            return None
         try:
             return await engine.load()
         except (EngineGone, Shortage):

@@ -174,6 +174,11 @@ class Engine(Protocol):
         """Those that it can have without a restart."""
         ...
 
+    @property
+    def tells_progress(self) -> bool:
+        """Whether its load says if its scheduler lives (`Load.mark`)."""
+        ...
+
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Stream one leg. Ends after the chunk with `finish`. Closing the iterator early cancels the leg.
 

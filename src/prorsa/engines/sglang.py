@@ -62,6 +62,8 @@ class SGLangEngine:
     `session` that is passed in is shared and not closed by `close`; it must not limit the number of connections.
     """
 
+    tells_progress = True
+
     def __init__(
         self,
         name: str,

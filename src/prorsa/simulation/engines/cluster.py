@@ -237,6 +237,8 @@ class SimulatedEngine:
 
     bootstrap_port = 1
 
+    tells_progress = False
+
     def __init__(self, name: str, role: Role, cluster: SimulatedCluster) -> None:
         self.name = name
         self.bootstrap_host = name
