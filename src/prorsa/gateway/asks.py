@@ -30,8 +30,6 @@ TASK = "agent"
 MOST_STOP_IDS = 1024
 _NAME = re.compile(r"[A-Za-z0-9._:/@=+-]{1,128}")
 ROLES = ("system", "developer", "user", "assistant", "tool")
-GREEDY_BELOW = 1e-6
-"""Temperatures below it are 0, as for SGLang: dividing by them leaves the numbers that engines can compute with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,13 +203,12 @@ class AskReader:
         top_k = fields.typed(body, "top_k", int, defaults.top_k)
         if top_k != -1 and top_k < 1:
             raise wrong("top_k", top_k, "must be at least 1, or -1 for the whole vocabulary")
-        temperature = fields.number(body, "temperature", defaults.temperature, 0.0, 2.0)
         stops = fields.token_ids(body, "stop_token_ids", MOST_STOP_IDS)
         if not fields.typed(body, "ignore_eos", bool, False):
             stops = (*self._tokenizer.eos_ids, *stops)
         return SamplingParams(
             max_new_tokens=limit or defaults.max_new_tokens,
-            temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
+            temperature=fields.number(body, "temperature", defaults.temperature, 0.0, 2.0),
             top_p=fields.number(body, "top_p", defaults.top_p, 0.0, 1.0, above=True),
             top_k=top_k,
             stop_token_ids=stops,
