@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway_bench import TOKENIZER
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prorsa.gateway.output import Output
-from prorsa.rollout.toolcalls import OPEN
+from prorsa.rollout.toolcalls import OPEN, parse
 
 END = 9999
 
@@ -81,3 +81,22 @@ def test_the_pieces_of_the_tokenizer_are_the_whole_text(text: str) -> None:
     ids = TOKENIZER.encode(text)
     step = TOKENIZER.decode_stream()
     assert "".join(map(step, ids)) == TOKENIZER.decode(ids)
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "</tool_call>"}}\n</tool_call>'
+FRAGMENTS = st.sampled_from(
+    [CALL, CALL[:-12], "<tool_call>", "</tool_call>", "<tool_call>{not}</tool_call>", "say", " ", "\n", "<", "{", "}"]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(FRAGMENTS, max_size=6).map("".join), st.lists(st.integers(1, 9), max_size=60))
+def test_what_is_streamed_begins_the_content_however_the_text_is_cut(text: str, sizes: list[int]) -> None:
+    """So that a streamed answer and a whole one are the same: what is left of the content is given at the end."""
+    pieces, at = [], 0
+    for size in [*sizes, len(text) or 1]:
+        pieces.append(text[at : at + size])
+        at += size
+    output, given_texts = feed(pieces, calls=True)
+    assert output.text == text
+    assert parse(output.text).content.startswith("".join(given_texts))
