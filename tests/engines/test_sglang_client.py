@@ -301,6 +301,22 @@ def test_nothing_listening_is_gone() -> None:
     asyncio.run(main())
 
 
+def test_a_handle_that_was_closed_is_gone_also_for_who_asks_just_then() -> None:
+    """A probe may ask an engine while a restart puts another one in its place."""
+
+    async def test(fake: FakeSGLang, engine: SGLangEngine) -> None:
+        fake.answers["/health"] = (200, {})
+        assert await engine.healthy()
+        closing = asyncio.create_task(engine.close())
+        await asyncio.sleep(0)
+        assert not await engine.healthy()
+        with pytest.raises(EngineGone, match="its handle was closed"):
+            await engine.load()
+        await closing
+
+    with_fake(test)
+
+
 def test_load_counts_everything_that_was_accepted() -> None:
     async def test(fake: FakeSGLang, engine: SGLangEngine) -> None:
         rank = {

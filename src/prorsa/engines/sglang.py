@@ -80,6 +80,7 @@ class SGLangEngine:
         self._roles = roles
         self._session = session
         self._owns_session = session is None
+        self._closed = False
         self._version: int | None = None
         """Of the weights, as far as this handle has been told."""
 
@@ -203,11 +204,14 @@ class SGLangEngine:
         return status == 200
 
     async def close(self) -> None:
+        self._closed = True
         if self._session is not None and self._owns_session:
-            await self._session.close()
-            self._session = None
+            session, self._session = self._session, None
+            await session.close()
 
     def _http(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise EngineGone(f"engine {self._name}: its handle was closed; another one may have taken its place")
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
             self._session = aiohttp.ClientSession(connector=connector)
