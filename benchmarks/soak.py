@@ -77,6 +77,8 @@ class Tally:
     memory: list[float] = field(default_factory=list)
     """MB of the gateway's process, one sample every `SAMPLE_EVERY`."""
     descriptors: list[int] = field(default_factory=list)
+    room: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while something can be written: no run can begin on a full disk."""
 
     def wrong(self, what: str) -> None:
         self.faults.append(what)
@@ -194,6 +196,7 @@ async def rollouts(disk: Path, tally: Tally, until: float, seed: int) -> list[Pa
     """One rollout after the other; their run directories."""
     done: list[Path] = []
     while time.monotonic() < until:
+        await tally.room.wait()
         run_dir = disk / f"rollout-{len(done)}"
         process = await asyncio.create_subprocess_exec(
             sys.executable, __file__, "--rollout", str(run_dir), "--seed", str(seed + len(done)), cwd=ROOT
@@ -232,6 +235,7 @@ async def fill_disk(disk: Path, tally: Tally, after: float) -> None:
     await asyncio.sleep(after)
     filler = disk / "filler"
     end = time.monotonic() + DISK_FULL
+    tally.room.clear()
     with filler.open("wb", buffering=0) as file:
         while time.monotonic() < end:
             try:
@@ -241,6 +245,7 @@ async def fill_disk(disk: Path, tally: Tally, after: float) -> None:
                 tally.counts["times that the disk was filled"] += 1
             await asyncio.sleep(0.2)
     filler.unlink()
+    tally.room.set()
 
 
 async def send_bodies(url: str, tally: Tally) -> None:
@@ -353,6 +358,7 @@ def check_memory(tally: Tally) -> None:
 async def soak(seconds: float, seed: int, disk: Path, tally: Tally) -> list[Path]:
     draw = random.Random(seed)
     until = time.monotonic() + seconds
+    tally.room.set()
     async with serving(disk, tally) as (url, pid):
         faults = [
             asyncio.create_task(work)
