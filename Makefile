@@ -16,7 +16,7 @@ PURE   := -m "not engine and not long and not sglang" --ignore tests/integration
 demo: setup
 	$(BIN)/prorsa train $(CONFIG)
 
-test: fast setup sglang tests wheel pythons
+test: fast setup sglang tests wheel
 
 # Every test with real SGLang engines, also those that `make test` leaves out because they take minutes more.
 test-sglang: setup sglang
@@ -68,7 +68,7 @@ tests: setup
 	@echo "== pytest"
 	$(BIN)/pytest -m "not sglang_long"
 
-# The same tests without engines on the other versions of Python that this machine has.
+# The tests without engines on the other versions of Python that this machine has.
 pythons:
 	@for version in 3.12 3.13; do \
 		if python=$$(scripts/find_python.sh $$version); then \

@@ -53,7 +53,8 @@ def runners(parent: int | None = None) -> list[int]:
                 command = (entry / "cmdline").read_text()
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            ours = str(RUNNER) in command or status[0] == "Z"
+            # One that is just ending has no command line any more.
+            ours = str(RUNNER) in command or not command
             if ours and int(status[1]) == (parent or os.getpid()):
                 found.append(int(entry.name))
     return found
