@@ -18,6 +18,7 @@ import prorsa
 ELSEWHERE = (
     "prorsa.integrations.verl",
     "prorsa.engines.sglang_server.cpu",
+    "prorsa.engines.sglang_server.draws",
     "prorsa.rollout.sandboxes.runner",
     "prorsa.gateway.traces",
 )
