@@ -26,7 +26,7 @@ test-sglang: setup sglang
 test-clients: setup
 	$(BIN)/python scripts/client_suites.py
 
-# What needs neither PyTorch nor an engine, in an environment of its own: under two minutes.
+# What needs neither PyTorch nor an engine, in an environment of its own: some two minutes.
 fast: lint types pure
 
 setup: $(READY)
