@@ -23,6 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
+# The sandbox of this checkout is attacked, whichever is installed.
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+
+from prorsa.cli.doctor import ESSENTIAL
 from prorsa.rollout.sandboxes.pool import ROOT_PREFIX, SandboxPool
 
 AT_ONCE = 4
@@ -181,6 +185,7 @@ async def attack_on(canary: Path, pids: tuple[int, ...], seed: int, count: int) 
     before = state(canary, pids)
     answered = 0
     async with SandboxPool(prewarmed=4, timeout=1.0, memory_mb=128) as pool:
+        await refuse_unconfined(pool)
         while answered < count:
             codes = [next(made) for _ in range(min(AT_ONCE, count - answered))]
             await asyncio.gather(*(one(pool, code) for code in codes))
@@ -188,6 +193,14 @@ async def attack_on(canary: Path, pids: tuple[int, ...], seed: int, count: int) 
             if state(canary, pids) != before:
                 return codes, answered
     return [], answered
+
+
+async def refuse_unconfined(pool: SandboxPool) -> None:
+    """Where sandboxes are not confined the attacks would reach this machine: none is made. Raises `SystemExit`."""
+    async with pool.sandbox() as sandbox:
+        await sandbox.start()
+        if missing := ESSENTIAL - sandbox.enforced:
+            raise SystemExit(f"no attack is made: sandboxes are not confined by {', '.join(sorted(missing))} here")
 
 
 async def one(pool: SandboxPool, code: str) -> str:
